@@ -1,0 +1,1 @@
+"""Reinforcement learning of LLM search agents in JAX: Stratified GRPO and its relatives."""

@@ -1,0 +1,144 @@
+"""The objects that flow through a training step; plain Python before `batching`, arrays after it.
+
+Shape letters used as suffixes in kernels and policy code:
+
+    q  question of the step           k  rollout (sample) of one question, a group
+    r  packed row                     t  token position in a row
+    s  stratum                        b  lane of the sampler
+    d  model width                    v  vocabulary
+    h  attention head                 n  number of devices or processes
+
+This module imports no jax: a NamedTuple is a pytree as it stands.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+Origin = Literal["prompt", "policy", "observation"]
+Outcome = Literal["hit", "empty", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """A question and every string that counts as its answer.
+
+  `hops` is the number of facts that must be chained, None where nobody knows.
+  """
+
+  id: str
+  text: str
+  golden_answers: tuple[str, ...]
+  source: str = ""
+  hops: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """A run of token ids of one origin, exactly as sampled (policy) or as fed (prompt, observation).
+
+  `log_probs` holds the sampler's log-prob of each token after temperature, policy segments only.
+  """
+
+  token_ids: tuple[int, ...]
+  origin: Origin
+  log_probs: tuple[float, ...] = ()
+
+  def __post_init__(self):
+    expected = len(self.token_ids) if self.origin == "policy" else 0
+    if len(self.log_probs) != expected:
+      raise ValueError(
+          f"a {self.origin} segment of {len(self.token_ids)} tokens carries {len(self.log_probs)} log-probs; "
+          f"it needs {expected}: sampled tokens are never trained on with missing log-probs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+  """One executed query. `outcome` is hit (at least one passage), empty, or error (the retriever refused it)."""
+
+  query: str
+  outcome: Outcome
+  passage_ids: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """One generation of the policy and what it was taken for.
+
+  `text` is the decoded policy text of the turn; `searches` are the queries it executed (several in one
+  tool call are several searches; none when the turn came too late to search).
+  """
+
+  action: Literal["search", "answer", "invalid"]
+  text: str
+  searches: tuple[Search, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """One rollout of one question.
+
+  `answer` is the last answer in the policy's own text, None when it gave none. `stop` says what ended the
+  rollout: "answer", "turns", "length" or "fault". With `fault` set (the sentence that says what broke) the
+  rollout is masked out of every statistic, never scored. `weight_version` is the training step whose
+  parameters sampled it.
+  """
+
+  question: Question
+  sample: int
+  segments: tuple[Segment, ...]
+  turns: tuple[Turn, ...] = ()
+  answer: str | None = None
+  stop: str = "answer"
+  fault: str | None = None
+  weight_version: int = 0
+
+  @property
+  def token_ids(self) -> list[int]:
+    return [token for segment in self.segments for token in segment.token_ids]
+
+  @property
+  def searches(self) -> tuple[Search, ...]:
+    return tuple(search for turn in self.turns for search in turn.searches)
+
+  @property
+  def num_searches(self) -> int:
+    return sum(len(turn.searches) for turn in self.turns)
+
+  @property
+  def num_invalid(self) -> int:
+    return sum(turn.action == "invalid" for turn in self.turns)
+
+  @property
+  def num_policy_tokens(self) -> int:
+    return sum(len(segment.token_ids) for segment in self.segments if segment.origin == "policy")
+
+
+class Batch(NamedTuple):
+  """What one update sees. Arrays lead with packed rows (r) or with questions (q).
+
+  token_rt, position_rt, segment_rt: int32 [R, T]; segment 0 is padding, positions restart in each segment.
+  loss_mask_rt: float32 [R, T], 1 where token_rt[r, t] was sampled by the policy (its log-prob comes from t - 1).
+  sampler_logp_rt: float32 [R, T], the sampler's log-prob there, 0 elsewhere.
+  trajectory_rt: int32 [R, T], index q * K + k of the token's trajectory, 0 on padding.
+  reward_qk, valid_qk: float32 [Q, K]; stratum_qk: int32 [Q, K]; valid 0 marks a rollout lost to a fault.
+  """
+
+  token_rt: Any
+  position_rt: Any
+  segment_rt: Any
+  loss_mask_rt: Any
+  sampler_logp_rt: Any
+  trajectory_rt: Any
+  reward_qk: Any
+  stratum_qk: Any
+  valid_qk: Any
+
+
+class TrainState(NamedTuple):
+  """Everything that a checkpoint holds. `step` counts updates, skipped ones too; it is the position in the data."""
+
+  step: Any
+  params: Any
+  opt_state: Any
+  reference: Any
+  skipped_in_a_row: Any
