@@ -3,7 +3,8 @@
 Shape letters used as suffixes in kernels and policy code:
 
     q  question of the step           k  rollout (sample) of one question, a group
-    r  packed row                     t  token position in a row
+    a  micro-batch                    r  packed row of it
+    t  token position in a row        l  layer
     s  stratum                        b  lane of the sampler
     d  model width                    v  vocabulary
     h  attention head                 n  number of devices or processes
@@ -114,21 +115,25 @@ class Trajectory:
 
 
 class Batch(NamedTuple):
-  """What one update sees. Arrays lead with packed rows (r) or with questions (q).
+  """What one update sees: packed rows in micro-batches (leading a, r), and what belongs to the rollouts (q, k).
 
-  token_rt, position_rt, segment_rt: int32 [R, T]; segment 0 is padding, positions restart in each segment.
-  loss_mask_rt: float32 [R, T], 1 where token_rt[r, t] was sampled by the policy (its log-prob comes from t - 1).
-  sampler_logp_rt: float32 [R, T], the sampler's log-prob there, 0 elsewhere.
-  trajectory_rt: int32 [R, T], index q * K + k of the token's trajectory, 0 on padding.
+  token_art, position_art, segment_art: int32 [A, R, T]; segment 0 is padding, positions restart in each segment.
+  loss_mask_art: float32 [A, R, T], 1 where token_art was sampled by the policy (its log-prob comes from t - 1).
+  sampler_logp_art: float32 [A, R, T], the sampler's log-prob there, 0 elsewhere.
+  trajectory_art: int32 [A, R, T], index q * K + k of the token's trajectory, 0 on padding.
+  num_micro: int32, how many of the A micro-batches hold anything; the update runs only these.
+  length_qk: float32 [Q, K], number of policy tokens of each rollout.
   reward_qk, valid_qk: float32 [Q, K]; stratum_qk: int32 [Q, K]; valid 0 marks a rollout lost to a fault.
   """
 
-  token_rt: Any
-  position_rt: Any
-  segment_rt: Any
-  loss_mask_rt: Any
-  sampler_logp_rt: Any
-  trajectory_rt: Any
+  token_art: Any
+  position_art: Any
+  segment_art: Any
+  loss_mask_art: Any
+  sampler_logp_art: Any
+  trajectory_art: Any
+  num_micro: Any
+  length_qk: Any
   reward_qk: Any
   stratum_qk: Any
   valid_qk: Any

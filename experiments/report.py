@@ -1,0 +1,29 @@
+"""Writes a run's report.html, or the picture of a run as an SVG file.
+
+    python experiments/report.py --workdir=/tmp/run
+    python experiments/report.py --workdir=/tmp/run --picture=docs/run.svg
+"""
+
+from absl import app, flags
+
+from stratified import metrics, report
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+_PICTURE = flags.DEFINE_string("picture", None, "Write this SVG file instead of report.html.")
+
+
+def main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f"{argv[1]} is no flag: the run's folder goes into --workdir")
+  try:
+    if _PICTURE.value:
+      metrics.write_atomic(_PICTURE.value, report.picture(_WORKDIR.value))
+      print(_PICTURE.value)
+    else:
+      print(report.write(_WORKDIR.value))
+  except FileNotFoundError as error:
+    raise app.UsageError(str(error)) from error
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,186 @@
+"""A generated encyclopedia: entities, typed facts between them, and one page of prose for each.
+
+Nothing in it is true and nobody in it exists. It is a small world to learn searching in: the names of another
+seed are made of the same syllables, so what was learnt by heart from one encyclopedia is of no use in the
+next.
+"""
+
+import dataclasses
+import functools
+import re
+
+import numpy as np
+
+from stratified.data import common_knowledge, language
+from stratified.retrieval.corpus import Passage
+
+MIN_ENTITIES, MAX_ENTITIES = 40, 3400
+
+
+@dataclasses.dataclass(frozen=True)
+class EncyclopediaConfig:
+  """How large and how hard the world is.
+
+  entities: number of entities, each with one page (rounded so that persons can be paired).
+  near_duplicates: share of entities whose name takes a word of another entity's name.
+  distractors: pages that bear an entity's name without being its page, as a share of the entities.
+  paraphrases: 1 to 3 ways of saying each fact and of asking; 3 adds direct one-fact questions.
+  common_facts: number of facts of common knowledge, which no page holds.
+  held_out: share of chains that training never asks.
+  """
+
+  entities: int = 2400
+  near_duplicates: float = 0.2
+  distractors: float = 0.1
+  paraphrases: int = 2
+  common_facts: int = 48
+  held_out: float = 0.1
+
+  def __post_init__(self):
+    bounds = {"entities": (MIN_ENTITIES, MAX_ENTITIES), "near_duplicates": (0, 0.5), "distractors": (0, 1),
+              "paraphrases": (1, 3), "common_facts": (1, len(common_knowledge.FACTS)),
+              "held_out": (0.01, 0.9)}
+    for name, (low, high) in bounds.items():
+      value = getattr(self, name)
+      if not low <= value <= high:
+        raise ValueError(f"encyclopedia setting {name}={value} is out of range: choose from {low} to {high}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entity:
+  """One thing with a page. `facts` maps each relation of its kind to the name of another entity."""
+
+  name: str
+  kind: str
+  facts: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encyclopedia:
+  """The world of one seed. `passages` holds the page of each entity, in their order, then the distractors."""
+
+  config: EncyclopediaConfig
+  seed: int
+  entities: tuple[Entity, ...]
+  passages: tuple[Passage, ...]
+
+  @functools.cached_property
+  def by_name(self) -> dict[str, Entity]:
+    return {entity.name: entity for entity in self.entities}
+
+  @functools.cached_property
+  def by_kind(self) -> dict[str, tuple[Entity, ...]]:
+    return {kind: tuple(e for e in self.entities if e.kind == kind) for kind in language.KINDS}
+
+
+def generator(*key: int) -> np.random.Generator:
+  """A counter-based generator whose stream is a function of the key (seed, step, ...) alone."""
+  if min(key) < 0:
+    raise ValueError(f"the random key {key} has a negative part: seeds, steps and samples count from 0")
+  return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def make(config: EncyclopediaConfig, seed: int) -> Encyclopedia:
+  """Builds the encyclopedia of a seed, at least 0; the same arguments give the same pages."""
+  rng = generator(seed, 0)
+  kinds = [kind for kind, count in _counts(config.entities).items() for _ in range(count)]
+  names = _names(kinds, config.near_duplicates, rng)
+  links = _links(kinds, rng)
+  entities = tuple(
+      Entity(name, kind, {relation: names[target] for relation, target in link.items()})
+      for name, kind, link in zip(names, kinds, links, strict=True))
+  pages = [Passage(f"{seed}-{i}", e.name, _page(e, config.paraphrases, rng)) for i, e in enumerate(entities)]
+  count = round(config.distractors * len(entities))
+  places, persons = ([e.name for e in entities if e.kind == kind] for kind in ("city", "person"))
+  for i, about in enumerate(rng.permutation(len(entities))[:count]):
+    title, text = _distractor(entities[about].name, places, persons, rng)
+    pages.append(Passage(f"{seed}-d{i}", title, text))
+  return Encyclopedia(config, seed, entities, tuple(pages))
+
+
+def _counts(entities: int) -> dict[str, int]:
+  counts = {kind: max(2, round(share * entities)) for kind, share in language.KINDS.items()}
+  counts["person"] += counts["person"] % 2  # persons are married in pairs
+  return counts
+
+
+def _names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -> list[str]:
+  """Two words for a person, one for the rest; a near-duplicate takes a word of an earlier name and adds one.
+
+  Every other word is used for one name only, so `near_duplicates` alone says how confusable names are.
+  """
+  words = [first + second for first in language.FIRST_SYLLABLES for second in language.SECOND_SYLLABLES]
+  fresh = iter([words[i] for i in rng.permutation(len(words))])
+  order = rng.permutation(len(kinds))
+  copies = set(order[len(kinds) - round(near_duplicates * len(kinds)):].tolist())
+  names = [""] * len(kinds)
+  originals: list[str] = []
+  for i in order:
+    if i in copies:
+      shared = originals[rng.integers(len(originals))].split()
+      parts = [shared[rng.integers(len(shared))], next(fresh)]
+      names[i] = " ".join(parts if rng.integers(2) else parts[::-1])
+    else:
+      names[i] = " ".join(next(fresh) for _ in range(2 if kinds[i] == "person" else 1))
+      originals.append(names[i])
+  return names
+
+
+def _links(kinds: list[str], rng: np.random.Generator) -> list[dict[str, int]]:
+  """The graph: for each entity, its relations and the index of the entity that each leads to.
+
+  No entity is linked to itself, nor twice to the same one. Two relations are tied: a marriage has two sides,
+  and a capital lies in its own country.
+  """
+  members = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in language.KINDS}
+  links = [{} for _ in kinds]
+  for one, other in rng.permutation(members["person"]).reshape(-1, 2).tolist():
+    links[one]["spouse"], links[other]["spouse"] = other, one
+  capitals = rng.permutation(members["city"])[:len(members["country"])].tolist()
+  for country, capital in zip(members["country"], capitals, strict=True):
+    links[country]["capital"], links[capital]["country"] = capital, country
+  for i, kind in enumerate(kinds):
+    for relation in language.RELATIONS_OF[kind]:
+      pool = members[relation.target]
+      while relation.name not in links[i]:
+        target = pool[rng.integers(len(pool))]
+        if target != i and target not in links[i].values():
+          links[i][relation.name] = target
+  return links
+
+
+def _page(entity: Entity, paraphrases: int, rng: np.random.Generator) -> str:
+  """One fact a sentence in random order; the first sentence names the subject, the others use a pronoun."""
+  pronouns = language.PRONOUNS[entity.kind]
+  pronoun = pronouns[rng.integers(len(pronouns))]
+  relations = language.RELATIONS_OF[entity.kind]
+  sentences = []
+  for position, i in enumerate(rng.permutation(len(relations))):
+    template = relations[i].sentences[rng.integers(paraphrases)]
+    subject = pronoun if position else entity.name
+    sentences.append(template.format(s=subject, v=entity.facts[relations[i].name]))
+  return " ".join(sentences)
+
+
+def _distractor(name: str, places: list[str], persons: list[str],
+                rng: np.random.Generator) -> tuple[str, str]:
+  title, text = language.DISTRACTORS[rng.integers(len(language.DISTRACTORS))]
+  place, person = places[rng.integers(len(places))], persons[rng.integers(len(persons))]
+  return title.format(n=name), text.format(n=name, v=place, w=person)
+
+
+_NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)*"
+_SENTENCES = [
+    (relation.name, re.compile(re.escape(template).replace(r"\{s\}", _NAME).replace(r"\{v\}", f"({_NAME})")))
+    for relation in language.RELATIONS.values() for template in relation.sentences]
+
+
+def facts_in(text: str) -> dict[str, str]:
+  """The facts that a page's prose states, relation -> name; a sentence that states none adds none."""
+  facts = {}
+  for sentence in re.findall(r"[^.]+\.", text):
+    for relation, pattern in _SENTENCES:
+      match = pattern.fullmatch(sentence.strip())
+      if match:
+        facts[relation] = match.group(1)
+  return facts

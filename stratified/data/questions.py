@@ -1,0 +1,184 @@
+"""Questions of 0 to 3 hops over a generated encyclopedia, split for good into training and held-out.
+
+A question of h >= 1 hops follows a chain of h facts from a head entity; its text nests the relations in
+reverse ("Who is the leader of the country of the birthplace of X?"), so the path can be read off it. A
+question of 0 hops asks for common knowledge. No entity occurs twice in a chain, so one cut short or walked
+too far misses the answer.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from stratified.data import common_knowledge, language
+from stratified.data.encyclopedia import Encyclopedia, generator
+from stratified.types import Question
+
+HOP_SHARES = (0.2, 0.3, 0.3, 0.2)
+MAX_HOPS = 3
+_TRAINING, _HELD_OUT = 1, 2  # tags of the random streams
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+  """The facts behind a question: entities[i + 1] is the relations[i] of entities[i]; the last is the answer.
+
+  A question of 0 hops has one entry in each, the subject and the attribute of common knowledge, and its
+  answer in `value`.
+  """
+
+  entities: tuple[str, ...]
+  relations: tuple[str, ...]
+  value: str | None = None
+
+  @property
+  def hops(self) -> int:
+    return len(self.entities) - 1
+
+  @property
+  def answer(self) -> str:
+    return self.entities[-1] if self.value is None else self.value
+
+
+def training_questions(encyclopedia: Encyclopedia, *, seed: int, step: int, count: int,
+                       hop_shares: Sequence[float] = HOP_SHARES) -> list[Question]:
+  """The questions of one training step: a pure function of (encyclopedia, seed, step, count, hop_shares).
+
+  Hops are spread over the step by systematic sampling: each share holds to within one question, and exactly
+  on average. Raises ValueError for a count below 1, a negative step, or shares that are no distribution over
+  0 to 3 hops.
+  """
+  _check(count, hop_shares)
+  if step < 0:
+    raise ValueError(f"training step {step} is negative: steps count from 0")
+  rng = generator(seed, step, _TRAINING)
+  common = common_knowledge.combinations(encyclopedia.config.common_facts, held_out=False)
+  questions = []
+  for hops in _spread(hop_shares, count, rng):
+    if hops == 0:
+      questions.append(_common_question(*common[rng.integers(len(common))]))
+    else:
+      chain = next(c for c in _chains(encyclopedia, hops, rng) if not is_held_out(encyclopedia, c))
+      questions.append(_question(encyclopedia, chain, rng))
+  return questions
+
+
+def held_out_questions(encyclopedia: Encyclopedia, *, seed: int, count: int,
+                       hop_shares: Sequence[float] = HOP_SHARES) -> list[Question]:
+  """Distinct questions that training never asks; for another encyclopedia, simply questions about that one.
+
+  Raises ValueError as `training_questions` does, and where fewer held-out questions exist than asked for.
+  """
+  _check(count, hop_shares)
+  rng = generator(seed, 0, _HELD_OUT)
+  common = common_knowledge.combinations(encyclopedia.config.common_facts, held_out=True)
+  order = iter(rng.permutation(len(common)))
+  questions: dict[str, Question] = {}
+  for hops in _spread(hop_shares, count, rng):
+    if hops == 0:
+      index = next(order, None)
+      if index is None:
+        raise ValueError(
+            f"{count} questions with shares {tuple(hop_shares)} need more than the {len(common)} held-out "
+            "questions of common knowledge: ask for fewer, or raise common_facts")
+      question = _common_question(*common[index])
+    else:
+      question = _new_held_out(encyclopedia, hops, rng, questions)
+    questions[question.id] = question
+  return list(questions.values())
+
+
+def chain_of(encyclopedia: Encyclopedia, question: Question) -> Chain:
+  """The chain behind a question of this encyclopedia, recovered from its id."""
+  origin, head, path = (question.id.split("/") + ["", ""])[:3]
+  if origin == "common":
+    fact = next(f for f in common_knowledge.FACTS if f.subject == head and f.attribute == path)
+    return Chain((fact.subject,), (fact.attribute,), fact.value)
+  if origin != f"encyclopedia-{encyclopedia.seed}":
+    raise ValueError(f"question {question.id!r} belongs to another encyclopedia than that of seed "
+                     f"{encyclopedia.seed}: pass the encyclopedia that it was made from")
+  return _walk(encyclopedia, head.replace("_", " "), path.split("."))
+
+
+def is_held_out(encyclopedia: Encyclopedia, chain: Chain) -> bool:
+  """Whether training never asks this chain: a stable hash of the seed, the head and the path decides."""
+  digest = hashlib.blake2b(_chain_id(encyclopedia, chain).encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big") < encyclopedia.config.held_out * 2**64
+
+
+def _check(count: int, hop_shares: Sequence[float]):
+  if count < 1:
+    raise ValueError(f"question count {count} is too small: ask for at least 1")
+  if len(hop_shares) != MAX_HOPS + 1 or min(hop_shares) < 0 or not abs(sum(hop_shares) - 1) < 1e-6:
+    raise ValueError(f"hop shares {tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
+                     "that sum to 1")
+
+
+def _spread(hop_shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
+  """`count` hop numbers with the given shares, in random order (systematic sampling)."""
+  points = (np.arange(count) + rng.random()) / count
+  edges = np.cumsum(hop_shares)[:-1]
+  return rng.permutation(np.searchsorted(edges, points, side="right")).tolist()
+
+
+def _chains(encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator) -> Iterator[Chain]:
+  """Random chains without a repeated entity, without end. Every kind is the head equally often."""
+  kinds = list(language.KINDS)
+  while True:
+    heads = encyclopedia.by_kind[kinds[rng.integers(len(kinds))]]
+    kind, path = heads[0].kind, []
+    head = heads[rng.integers(len(heads))]
+    for _ in range(hops):
+      relations = language.RELATIONS_OF[kind]
+      relation = relations[rng.integers(len(relations))]
+      path.append(relation.name)
+      kind = relation.target
+    chain = _walk(encyclopedia, head.name, path)
+    if len(set(chain.entities)) == hops + 1:
+      yield chain
+
+
+def _walk(encyclopedia: Encyclopedia, head: str, path: Sequence[str]) -> Chain:
+  entities = [head]
+  for relation in path:
+    entities.append(encyclopedia.by_name[entities[-1]].facts[relation])
+  return Chain(tuple(entities), tuple(path))
+
+
+def _new_held_out(encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator,
+                  taken: dict[str, Question]) -> Question:
+  """A held-out question whose id is not yet taken. The 10,000 draws only end early in a tiny world."""
+  for _, chain in zip(range(10_000), _chains(encyclopedia, hops, rng), strict=False):
+    if is_held_out(encyclopedia, chain) and _chain_id(encyclopedia, chain) not in taken:
+      return _question(encyclopedia, chain, rng)
+  raise ValueError(f"no further held-out question of {hops} hops exists among {len(encyclopedia.entities)} "
+                   "entities: ask for fewer, or raise entities or held_out")
+
+
+def _chain_id(encyclopedia: Encyclopedia, chain: Chain) -> str:
+  return f"encyclopedia-{encyclopedia.seed}/{chain.entities[0].replace(' ', '_')}/{'.'.join(chain.relations)}"
+
+
+def _question(encyclopedia: Encyclopedia, chain: Chain, rng: np.random.Generator) -> Question:
+  text = _text(chain, encyclopedia.config.paraphrases, rng)
+  return Question(_chain_id(encyclopedia, chain), text, (chain.answer,), "encyclopedia", chain.hops)
+
+
+def _text(chain: Chain, paraphrases: int, rng: np.random.Generator) -> str:
+  relations = [language.RELATIONS[name] for name in chain.relations]
+  frame = int(rng.integers(paraphrases))
+  if frame == 2 and chain.hops == 1:
+    return relations[0].direct.format(s=chain.entities[0])
+  phrase = chain.entities[0]
+  for relation in relations:
+    phrase = f"the {relation.nouns[rng.integers(min(paraphrases, 2))]} of {phrase}"
+  word = "Who" if relations[-1].target == "person" else "What"
+  return language.QUESTION_FRAMES[frame].format(q=word, np=phrase)
+
+
+def _common_question(fact: common_knowledge.Fact, paraphrase: int) -> Question:
+  text = common_knowledge.PARAPHRASES[paraphrase].format(a=fact.attribute, s=fact.subject)
+  name = f"common/{fact.subject}/{fact.attribute}/{paraphrase}"
+  return Question(name, text, (fact.value,), "encyclopedia", 0)

@@ -1,0 +1,69 @@
+"""Causal attention in its two uses: packed rows in the update, a key-value cache in the sampler."""
+
+import jax
+import jax.numpy as jnp
+
+from stratified import sharding
+
+MASKED = -1e30
+
+
+def packed_mask(segment_rt) -> jax.Array:
+  """[R, 1, T, S]: whether t may see s: not later, same segment. Padding (segment 0) sees itself, so no row is empty."""
+  t = segment_rt.shape[1]
+  causal = jnp.tril(jnp.ones((t, t), bool))
+  return (causal & (segment_rt[:, :, None] == segment_rt[:, None, :]))[:, None]
+
+
+def packed(q_rthk, k_rtgk, v_rtgk, mask_r1ts, implementation: str = "library") -> jax.Array:
+  """Softmax attention of packed rows, [R, T, H, K]; each device attends over its own rows and heads.
+
+  `implementation`: "library" is jax.nn.dot_product_attention (cuDNN on GPU); "folded" is the same sums with
+  a group's query heads folded into one matrix product, for CPU: 3 times as fast there forward and backward
+  (8 rows of 256 tokens, 4 heads of 32), since XLA's CPU backend transposes the library's layout at every product.
+  """
+  attend = {"library": _library, "folded": jax.checkpoint(_folded)}[implementation]
+  if jax.sharding.get_abstract_mesh().empty:
+    return attend(q_rthk, k_rtgk, v_rtgk, mask_r1ts)
+  heads = sharding.spec("row", None, "heads", None)
+  kv_heads = sharding.spec("row", None, "kv_heads", None)
+  mask = sharding.spec("row", None, None, None)
+  return jax.shard_map(attend, in_specs=(heads, kv_heads, kv_heads, mask), out_specs=heads)(
+      q_rthk, k_rtgk, v_rtgk, mask_r1ts)
+
+
+def _library(q, k, v, mask):
+  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def _folded(q, k, v, mask):
+  score = jnp.einsum("bxk,bsk->bxs", _fold(q * q.shape[3] ** -0.5, k.shape[2]), _fold(k, k.shape[2]),
+                     preferred_element_type=jnp.float32)
+  r, t, h, _ = q.shape
+  weight = jax.nn.softmax(jnp.where(mask, score.reshape(r, h, t, t), MASKED), axis=-1)
+  mixed = jnp.einsum("bxs,bsk->bxk", weight.reshape(score.shape).astype(v.dtype), _fold(v, v.shape[2]))
+  return mixed.reshape(r, h, t, -1).transpose(0, 2, 1, 3)
+
+
+def _fold(x_rthk, groups):
+  """[R, T, H, K] -> [R G, (H/G) T, K]: the heads that share keys and values become rows of one product."""
+  r, t, h, k = x_rthk.shape
+  return x_rthk.transpose(0, 2, 1, 3).reshape(r * groups, (h // groups) * t, k)
+
+
+def write(cache_bgsk, new_btgk, position_bt, lane_b=None) -> jax.Array:
+  """The cache with `new` at its lanes and positions; what lies past the end of either is dropped."""
+  lane_b = jnp.arange(cache_bgsk.shape[0]) if lane_b is None else lane_b
+  return cache_bgsk.at[lane_b[:, None], :, position_bt].set(new_btgk, mode="drop")
+
+
+def cached(q_bthk, key_bgsk, value_bgsk, position_bt) -> jax.Array:
+  """Attention of new tokens over their lane's cache up to their own position, [B, T, H, K]."""
+  b, t, h, k = q_bthk.shape
+  g, s = key_bgsk.shape[1:3]
+  q = q_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 1, 3, 4).reshape(b, g, t * (h // g), k) * k ** -0.5
+  score = jnp.einsum("bgxk,bgsk->bgxs", q, key_bgsk, preferred_element_type=jnp.float32)
+  seen = jnp.arange(s) <= jnp.repeat(position_bt, h // g, axis=1)[:, None, :, None]
+  weight = jax.nn.softmax(jnp.where(seen, score, MASKED), axis=-1).astype(value_bgsk.dtype)
+  mixed = jnp.einsum("bgxs,bgsk->bgxk", weight, value_bgsk)
+  return mixed.reshape(b, g, t, h // g, k).transpose(0, 2, 1, 3, 4).reshape(b, t, h, k)

@@ -1,0 +1,128 @@
+"""Passages, and the JSON Lines files that hold them.
+
+A corpus file is JSON Lines, plain or .gz, in the form of Search-R1 and FlashRAG, one passage a line:
+  {"id": "7", "contents": "\\"Title\\"\\ntext"}
+A `title` field, where there is one, says what the first line of `contents` is.
+"""
+
+import dataclasses
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator
+
+
+class RetrieverError(Exception):
+  """A retriever could not answer: out of reach, out of time, or its reply makes no sense."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passage:
+  """A passage of the corpus. `score`, no part of equality, is the retriever's for the query that found it."""
+
+  id: str
+  title: str
+  text: str
+  score: float | None = dataclasses.field(default=None, compare=False)
+
+  @property
+  def contents(self) -> str:
+    """The wire form: the title in quotation marks, a newline, the text; without a title the text alone."""
+    return f'"{self.title}"\n{self.text}' if self.title else self.text
+
+
+def passage_from_contents(
+    id: str, contents: str, title: str | None = None, score: float | None = None) -> Passage:
+  """Takes `contents` apart: the first line, without quotation marks around it, is the title, the rest text.
+
+  Contents of a single line are all text, unless they are the given title and nothing else. A given title that
+  the first line does not repeat leaves the contents whole. What `Passage.contents` made of a titled passage
+  comes back as it was.
+  """
+  first, newline, rest = contents.partition("\n")
+  unquoted = first[1:-1] if len(first) >= 2 and first[0] == first[-1] == '"' else first
+  if title is not None and title not in (first, unquoted):
+    return Passage(id, title, contents, score)
+  if not newline and title is None:
+    return Passage(id, "", contents, score)
+  return Passage(id, unquoted if title is None else title, rest, score)
+
+
+def read_corpus(path: str | os.PathLike) -> list[Passage]:
+  """Reads a corpus file, one line at a time.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a line is not a JSON object, lacks `id` or `contents`, or repeats an id; the message names the
+      file, the line and the field.
+  """
+  passages, line_of = [], {}
+  for line, record in read_jsonl(path):
+    where = f"{os.fspath(path)}, line {line}"
+    passage = passage_from_contents(
+        id_field(record, "id", where), string_field(record, "contents", where),
+        string_field(record, "title", where) if record.get("title") else None)
+    earlier = line_of.setdefault(passage.id, line)
+    if earlier != line:
+      raise ValueError(
+          f'{where}, field "id": {passage.id!r} is already the id of line {earlier}; ids must be unique.')
+    passages.append(passage)
+  return passages
+
+
+def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
+  """Yields (line number from 1, object) for each line of a JSON Lines file, plain or .gz, but blank ones.
+
+  Raises ValueError, naming file and line, where a line is no JSON object in UTF-8 or a .gz file is damaged.
+  """
+  path, line = os.fspath(path), 0
+  with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+    try:
+      for line, raw in enumerate(file, start=1):
+        if not raw.isspace():
+          yield line, _json_object(raw, f"{path}, line {line}")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+      raise ValueError(
+          f"{path}: the compressed file is damaged after line {line} ({error}); get it again.") from error
+
+
+def _json_object(raw: bytes, where: str) -> dict:
+  try:
+    record = json.loads(raw.decode("utf-8"))
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8.") from error
+  except json.JSONDecodeError as error:
+    raise ValueError(f"{where}: not JSON ({error}); each line must be one JSON object.") from error
+  if not isinstance(record, dict):
+    raise ValueError(f"{where}: a JSON {type(record).__name__}, but each line must be one JSON object.")
+  return record
+
+
+def string_field(record: dict, name: str, where: str) -> str:
+  """`record[name]`, a non-empty string that has a UTF-8 form, else ValueError with `where` and the field."""
+  value = record.get(name)
+  if not isinstance(value, str) or not value.strip():
+    present = ", ".join(sorted(record)) or "none"
+    found = f"is {value!r}" if name in record else f"is missing (fields there: {present})"
+    raise ValueError(f'{where}, field "{name}": it {found}; it must be a non-empty string.')
+  if not _has_utf8_form(value):
+    raise ValueError(
+        f'{where}, field "{name}": it holds half of a surrogate pair, which no tokenizer can encode.')
+  return value
+
+
+def id_field(record: dict, name: str, where: str) -> str:
+  """Like `string_field`, but a whole number will do and is turned into its digits."""
+  value = record.get(name)
+  if isinstance(value, int) and not isinstance(value, bool):
+    return str(value)
+  return string_field(record, name, where)
+
+
+def _has_utf8_form(text: str) -> bool:
+  try:
+    text.encode("utf-8")
+  except UnicodeEncodeError:
+    return False
+  return True

@@ -1,0 +1,233 @@
+"""One rollout as a generator: it yields what it needs and is sent the result.
+
+    yield Request(...)  -> is sent the Completion
+    yield Lookup(...)   -> is sent one list of passages per query, or the RetrieverError
+    return Trajectory
+
+The generator holds the context, the budgets and the turns of one rollout and waits for nothing itself, so
+`loop.collect` runs many of them against one sampler and one retriever, and another kind of agent (retrieve
+first, then answer; search after each sentence) is another generator.
+
+Token ids are kept as sampled and as fed: text is decoded to find tags, never encoded again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any
+
+from stratified.retrieval.corpus import RetrieverError
+from stratified.rollout.limits import Limits, fit, smallest_observation
+from stratified.rollout.sampler import Completion, Request
+from stratified.rollout.tags import Action, SearchTags
+from stratified.types import Question, Search, Segment, Trajectory, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+  """Queries to run, each one an executed search."""
+
+  queries: tuple[str, ...]
+
+
+Rollout = Generator[Request | Lookup, Any, Trajectory]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """What all rollouts of a call share.
+
+  encode, decode: the tokenizer's, between text and a tuple of token ids. weight_version: see Trajectory.
+  """
+
+  encode: Callable[[str], tuple[int, ...]]
+  decode: Callable[[tuple[int, ...]], str]
+  eos_id: int
+  protocol: SearchTags
+  limits: Limits
+  weight_version: int
+
+
+class _Fault(Exception):
+  """Something outside the policy broke; the sentence becomes the trajectory's `fault`."""
+
+
+def check(setting: Setting):
+  """Raises ValueError, before any work, where max_observation_tokens cannot hold what must be fed whole."""
+  limit = setting.limits.max_observation_tokens
+  fixed = {"the tags around one token of a passage": smallest_observation(
+      setting.protocol.information([]), setting.encode),
+           "the corrective observation": len(setting.encode(setting.protocol.corrective))}
+  for what, needed in fixed.items():
+    if needed > limit:
+      raise ValueError(f"max_observation_tokens is {limit}, but {what} takes {needed} tokens; "
+                       f"raise it to at least {max(fixed.values())}")
+
+
+def prompt_fault(setting: Setting, prompt_ids: tuple[int, ...]) -> str | None:
+  """Why this prompt cannot be used (the question is never cut), None where it can."""
+  limits = setting.limits
+  needed = len(prompt_ids) + limits.answer_tokens + len(_opening(setting, 0))
+  if needed <= limits.max_tokens:
+    return None
+  return (f"the prompt takes {len(prompt_ids)} tokens, which leaves no room for an answer of "
+          f"{limits.answer_tokens} within max_tokens ({limits.max_tokens}); raise it to at least {needed}")
+
+
+def _forced(limits: Limits, num_searches: int) -> str | None:
+  """The kind of action that is forced after `num_searches` searches, None where the policy chooses."""
+  if limits.forced_searches is None:
+    return None
+  return "search" if num_searches < limits.forced_searches else "answer"
+
+
+def _opening(setting: Setting, num_searches: int) -> tuple[int, ...]:
+  """What is fed to force the action after `num_searches` searches."""
+  forced = _forced(setting.limits, num_searches)
+  return setting.encode(setting.protocol.opening(forced)) if forced else ()
+
+
+def run(setting: Setting, question: Question, key: tuple[int, int, int],
+        prompt_ids: tuple[int, ...]) -> Rollout:
+  """The search agent: generate, act, observe, until an answer, the last turn or the end of a budget.
+
+  Turns 0 to max_turns - 1 may search; the generation after them may only answer. A turn that neither searches
+  nor answers is met with the protocol's corrective observation and costs a turn. A search that no turn or no
+  room is left for is not run and does not count.
+  """
+  agent = _Agent(setting, question, key, prompt_ids)
+  try:
+    answer, stop = yield from agent.take_turns()
+  except _Fault as fault:
+    return agent.trajectory(None, "fault", str(fault))
+  return agent.trajectory(answer, stop)
+
+
+class _Agent:
+  """The state of one rollout: its context, segments and turns."""
+
+  def __init__(self, setting, question, key, prompt_ids):
+    self.setting, self.question, self.key = setting, question, key
+    self.context = prompt_ids
+    self.segments = [Segment(prompt_ids, "prompt")]
+    self.turns = []
+
+  def take_turns(self) -> Generator[Request | Lookup, Any, tuple[str | None, str]]:
+    """Returns the answer, None where there is none, and what ended the rollout."""
+    limits = self.setting.limits
+    self.feed(_opening(self.setting, 0))
+    for turn in range(limits.max_turns + 1):
+      text, action = yield from self.generate(final=turn == limits.max_turns)
+      if action.kind == "answer":
+        self.turns.append(Turn("answer", text))
+        return action.answer, "answer"
+      if turn == limits.max_turns:
+        self.turns.append(Turn(action.kind, text))
+        break
+      if action.kind == "search":
+        observation = yield from self.search(text, action.queries)
+      else:
+        observation = self.correct(text)
+      if observation is None:
+        return None, "length"
+      self.feed(observation)
+      self.feed(_opening(self.setting, self.num_searches()))
+    return None, "turns" if self.room() else "length"
+
+  def generate(self, final: bool) -> Generator[Request, Completion, tuple[str, Action]]:
+    """One generation: its text, and what it asks for."""
+    protocol, limits = self.setting.protocol, self.setting.limits
+    forced = _forced(limits, self.num_searches())
+    stops = (protocol.closing(forced),) if forced else protocol.stops
+    request = Request(self.key, self.context, min(limits.max_turn_tokens, self.room()), stops,
+                      last=final or forced == "answer")
+    token_ids = self.sampled((yield request))
+    self.check_end(token_ids, request)
+    text = self.decode(token_ids)
+    if not forced:
+      return text, protocol.parse(text)
+    begun = protocol.opening(forced) + text
+    action = protocol.parse(begun, forced)
+    if action.kind == "invalid":
+      # begun for the policy and not closed by it: closed here, so that exactly the forced searches are made
+      closing = self.setting.encode(protocol.closing(forced))
+      self.feed(closing if len(closing) <= self.room() else ())
+      action = protocol.parse(begun + protocol.closing(forced), forced)
+    return text, action
+
+  def sampled(self, completion: Completion) -> tuple[int, ...]:
+    """Takes over what was sampled, a lost generation's beginning too."""
+    token_ids, log_probs = tuple(completion.token_ids), tuple(completion.log_probs)
+    lost = completion.finish == "fault"
+    if token_ids and not (lost and len(log_probs) != len(token_ids)):
+      self.context += token_ids
+      self.segments.append(Segment(token_ids, "policy", log_probs))
+    if lost:
+      raise _Fault(completion.fault or "the sampler lost this generation without saying why")
+    return token_ids
+
+  def search(self, text: str, queries: tuple[str, ...]):
+    """Runs the queries of a turn; the observation's token ids, None where there is no room for one.
+
+    An empty query finds nothing; it is not sent to the retriever, which may return anything for it.
+    """
+    setting, passages = self.setting, {"": []}
+    room = min(self.room_to_observe(len(queries)), setting.limits.max_observation_tokens)
+    if room < smallest_observation(setting.protocol.information([]), setting.encode):
+      self.turns.append(Turn("search", text))
+      return None
+    asked = tuple(query for query in queries if query)
+    if asked:
+      found = yield Lookup(asked)
+      if isinstance(found, RetrieverError):
+        self.turns.append(Turn("search", text, tuple(Search(query, "error") for query in queries)))
+        raise _Fault(f"the search for {asked[0]!r} failed: {found}")
+      passages.update(zip(asked, found, strict=True))
+    self.turns.append(Turn("search", text, tuple(
+        Search(query, "hit" if passages[query] else "empty", tuple(p.id for p in passages[query]))
+        for query in queries)))
+    information = setting.protocol.information([passages[query] for query in queries])
+    return fit(information, room, setting.encode, setting.decode)
+
+  def correct(self, text: str) -> tuple[int, ...] | None:
+    """The corrective observation's token ids, None where there is no room for it."""
+    self.turns.append(Turn("invalid", text))
+    corrective = self.setting.encode(self.setting.protocol.corrective)
+    return corrective if len(corrective) <= self.room_to_observe() else None
+
+  def room(self) -> int:
+    return self.setting.limits.max_tokens - len(self.context)
+
+  def room_to_observe(self, new_searches: int = 0) -> int:
+    """Tokens an observation may take so that an answer, and a forced opening before it, still fits."""
+    opening = _opening(self.setting, self.num_searches() + new_searches)
+    return self.room() - self.setting.limits.answer_tokens - len(opening)
+
+  def num_searches(self) -> int:
+    return sum(len(turn.searches) for turn in self.turns)
+
+  def feed(self, token_ids: tuple[int, ...]):
+    if token_ids:
+      self.context += token_ids
+      self.segments.append(Segment(token_ids, "observation"))
+
+  def decode(self, token_ids: tuple[int, ...]) -> str:
+    """Text of a turn, without the end-of-text token that may end it."""
+    ended = token_ids and token_ids[-1] == self.setting.eos_id
+    return self.setting.decode(token_ids[:-1] if ended else token_ids)
+
+  def check_end(self, token_ids: tuple[int, ...], request: Request):
+    """A sampler that goes on after a stop would have that junk trained on: a fault, not a turn."""
+    if len(token_ids) > request.max_new_tokens:
+      raise _Fault(f"the sampler returned {len(token_ids)} tokens where at most {request.max_new_tokens} "
+                   "were asked for")
+    before_last = token_ids[:-1]
+    text = self.setting.decode(before_last)
+    passed = [stop for stop in request.stop if stop in text]
+    if self.setting.eos_id in before_last:
+      passed.append("the end-of-text token")
+    if passed:
+      raise _Fault(f"the sampler went on after {passed[0]}, where it was to stop")
+
+  def trajectory(self, answer: str | None, stop: str, fault: str | None = None) -> Trajectory:
+    return Trajectory(self.question, self.key[2], tuple(self.segments), tuple(self.turns), answer, stop,
+                      fault, self.setting.weight_version)

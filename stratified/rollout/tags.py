@@ -1,0 +1,141 @@
+"""Search-R1's tag protocol (arXiv 2503.09516): what the policy reads, and what its text is taken for.
+
+A turn of the policy ends with `</search>` or `</answer>`:
+
+    <think> ... </think> <search> a query </search>
+    <information>Doc 1(Title: ...) ...</information>       fed back, masked
+    <answer> a short answer </answer>
+
+This module knows text only; budgets and token ids are the agent's. Another protocol (native tool calls, say)
+offers the same attributes: `stops`, `corrective`, `prompt`, `parse`, `opening`, `closing`, `information`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from stratified.retrieval.corpus import Passage
+from stratified.rollout import prompts
+
+Kind = Literal["search", "answer"]
+
+# The innermost pair: a tag opened twice counts from its last opening: `<search> a <search> b </search>` asks
+# for "b". Tags are matched literally; case and spacing inside the brackets are not forgiven.
+_PAIR = r"<{kind}>((?:(?!<{kind}>).)*?)</{kind}>"
+_PAIRS = {kind: re.compile(_PAIR.format(kind=kind), re.DOTALL) for kind in ("search", "answer")}
+
+# Every `<` that could open a tag or a chat template's control token (`</s>`, `<|im_end|>`), in any alphabet.
+_OPENS_A_TAG = re.compile(r"<(?![\s\d=<-]|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+  """What a turn asks for: queries to run, an answer, or neither of them ("invalid")."""
+
+  kind: Literal["search", "answer", "invalid"]
+  queries: tuple[str, ...] = ()
+  answer: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Information:
+  """An observation in parts, so that it can be cut and still be closed: opening + pieces + closing."""
+
+  opening: str
+  pieces: tuple[str, ...]
+  closing: str
+
+
+def neutralise(text: str) -> str:
+  """Retrieved text with every `<` that could open a tag or a control token turned into `[`.
+
+  A passage with `</information><answer>` would otherwise end its own observation and answer for the policy.
+  A plain comparison such as `a < b` is left alone.
+  """
+  return _OPENS_A_TAG.sub("[", text)
+
+
+def parse(text: str, only: Kind | None = None) -> Action:
+  """The first completed action of a turn's text; what follows it is ignored.
+
+  text: decoded policy text of one turn. only: consider this kind of tag alone (a turn that was forced open).
+  The action whose closing tag comes first wins, so `<answer> a <search> q </search>` is a search, and an
+  answer never closed is none. A closing tag without its opening, or of the other kind, is invalid.
+  """
+  kinds = (only,) if only else ("search", "answer")
+  found = [(match.end(), kind, match.group(1).strip())
+           for kind in kinds if (match := _PAIRS[kind].search(text))]
+  if not found:
+    return Action("invalid")
+  _, kind, content = min(found)
+  return Action("search", queries=(content,)) if kind == "search" else Action("answer", answer=content)
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchTags:
+  """The tag protocol with its wording.
+
+  template: the one user message; `{question}` stands for the question. Raises ValueError without it.
+  render: turns that message into the text that is tokenised (a chat template); None feeds it as it is.
+  corrective: fed after a turn that neither searches nor answers.
+  before, after: around an observation; separator: between passages; nothing_found: in place of passages.
+  """
+
+  template: str = prompts.SEARCH_R1
+  render: Callable[[str], str] | None = None
+  corrective: str = prompts.CORRECTIVE
+  before: str = "\n\n"
+  after: str = "\n\n"
+  separator: str = "\n"
+  nothing_found: str = "No passages found."
+
+  stops = ("</search>", "</answer>")
+
+  def __post_init__(self):
+    if "{question}" not in self.template:
+      raise ValueError("the prompt template has no {question}: the policy would never see what is asked; "
+                       f"put it in, it begins {self.template[:60]!r}")
+
+  def prompt(self, question: str) -> str:
+    # not str.format: worked examples and questions may hold braces
+    message = self.template.replace("{question}", question)
+    return self.render(message) if self.render else message
+
+  def parse(self, text: str, only: Kind | None = None) -> Action:
+    return parse(text, only)
+
+  def opening(self, kind: Kind) -> str:
+    """The text that forces a turn to be a search or an answer."""
+    return f"<{kind}>"
+
+  def closing(self, kind: Kind) -> str:
+    return f"</{kind}>"
+
+  def information(self, results: Sequence[Sequence[Passage]]) -> Information:
+    """The observation for the passages of every query of the turn, numbered from 1, tags neutralised."""
+    passages = [passage for result in results for passage in result]
+    pieces = [("" if i == 0 else self.separator) +
+              f"Doc {i + 1}(Title: {neutralise(passage.title)}) {neutralise(passage.text)}"
+              for i, passage in enumerate(passages)]
+    return Information(self.before + "<information>", tuple(pieces or [self.nothing_found]),
+                       "</information>" + self.after)
+
+
+def search_r1(render: Callable[[str], str] | None = None) -> SearchTags:
+  """The long instruction for real models, as one user message."""
+  return SearchTags(render=render)
+
+
+def few_shot(render: Callable[[str], str] | None = None) -> SearchTags:
+  """A short instruction and two worked examples, for a small real model that has not learnt the format.
+
+  Best without a chat template: SmolLM2-135M-Instruct continues the examples, but inside its template it answers in
+  plain words.
+  """
+  return SearchTags(template=prompts.FEW_SHOT, render=render, before="\n", after="\n")
+
+
+def short() -> SearchTags:
+  """As few tokens as the format allows, for the tiny policy."""
+  return SearchTags(template=prompts.SHORT, corrective=prompts.SHORT_CORRECTIVE, before="", after="")

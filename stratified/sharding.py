@@ -1,0 +1,95 @@
+"""The device mesh and the one table that says which mesh axis carries which logical axis.
+
+Axes of the mesh: `data` (replicas), `fsdp` (parameters and rows split alike), `tensor` (heads, MLP and vocabulary).
+All three are explicit: an array's sharding is part of its type, and code says where it changes.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+AXES = ("data", "fsdp", "tensor")
+
+RULES = {
+    "question": ("data", "fsdp"),
+    "row": ("data", "fsdp"),
+    "width": "fsdp",
+    "vocabulary": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "head_dim": None,
+    "layers": None,
+    "position": None,
+    None: None,
+}
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None):
+  """A mesh with explicit axes `data`, `fsdp`, `tensor`; -1 in one of them takes the devices that are left."""
+  devices = list(jax.devices() if devices is None else devices)
+  sizes = [data, fsdp, tensor]
+  if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+    raise ValueError(f"mesh {sizes}: every axis needs a size of at least 1, and at most one may be -1 (what is left)")
+  if -1 in sizes:
+    known = math.prod(size for size in sizes if size != -1)
+    sizes[sizes.index(-1)] = max(1, len(devices) // known)
+  if math.prod(sizes) > len(devices):
+    raise ValueError(
+        f"mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} needs {math.prod(sizes)} devices, {len(devices)} are here; "
+        "lower --config.mesh.*, or force CPU devices with XLA_FLAGS=--xla_force_host_platform_device_count=N")
+  return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:math.prod(sizes)])
+
+
+def spec(*axes: str | None, without: str | None = None) -> P:
+  """The PartitionSpec of an array with these logical axes; `without` names a mesh axis to leave out.
+
+  An empty mesh (no `jax.set_mesh`) gives an empty spec.
+  """
+  return P(*(_drop(RULES[axis], without) for axis in axes))
+
+
+def _drop(rule, without):
+  if without is None or rule is None:
+    return rule
+  if isinstance(rule, tuple):
+    return tuple(axis for axis in rule if axis != without) or None
+  return None if rule == without else rule
+
+
+def constrain(x, *axes: str | None, without: str | None = None):
+  """Reshards `x` to its logical axes; the identity where no mesh is set."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.sharding.reshard(x, spec(*axes, without=without))
+
+
+def take(table, index, *axes: str | None):
+  """table[index] for a table that every device holds whole; `axes` are the logical axes of the result."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return table[index]
+  return table.at[index].get(out_sharding=spec(*axes))
+
+
+def gathered(weight, axes: Sequence[str | None]):
+  """A weight whole along `fsdp`, as the layer that uses it needs it; the transpose scatters its gradient."""
+  return constrain(weight, *axes, without="fsdp")
+
+
+def named(mesh, axes: Sequence[str | None]) -> NamedSharding:
+  return NamedSharding(mesh, spec(*axes))
+
+
+def check_divisible(mesh, sizes: dict[str, tuple[str, int]]) -> None:
+  """Refuses sizes that the mesh can't split, before anything is compiled.
+
+  `sizes` maps a readable name to (logical axis, size).
+  """
+  for name, (axis, size) in sizes.items():
+    rule = RULES[axis]
+    shards = math.prod(mesh.shape[a] for a in ((rule,) if isinstance(rule, str) else rule or ()))
+    if size % shards:
+      raise ValueError(f"{name} = {size} can't be split over {shards} devices (mesh axes {rule}); "
+                       f"choose a multiple of {shards} or a smaller --config.mesh.*")

@@ -1,0 +1,165 @@
+"""The one update step: advantages -> loss -> gradients -> parameters, jitted once, its state donated.
+
+Gradient accumulation runs over packed micro-batches. Each token's weight in the loss is fixed over the whole batch
+beforehand, so splitting rows differently changes memory and nothing else. The number of micro-batches that hold
+anything is a traced number: short batches cost less, and the step still compiles once.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stratified import losses, sharding
+from stratified import theory
+from stratified.policy import decoder, log_probs
+from stratified.types import Batch, TrainState
+
+P = jax.P
+
+# A loss of one micro-batch: (logp, entropy, reference_logp, advantage per token, micro-batch) -> (loss per token, stats
+# per token to average, stats per token to take the maximum of).
+TokenLoss = Callable[..., tuple[Any, dict, dict]]
+
+
+def policy_gradient(*, clip_ratio: float, kl_coefficient: float, kl_estimator: str, old_log_probs: str = "trainer",
+                    importance_cap: float | None = None) -> TokenLoss:
+  """Clipped surrogate plus kl_coefficient x KL to the reference.
+
+  old_log_probs: "trainer" takes this step's own log-probs (one update a batch: the ratio is 1 and its gradient that of
+  the plain policy gradient); "sampler" takes what the sampler reported. importance_cap turns on truncated
+  importance sampling of the gap between the two.
+  """
+  def loss(logp, entropy, reference_logp, advantage, micro):
+    mask = micro.loss_mask_art
+    sampled = jnp.where(mask > 0, micro.sampler_logp_art, logp)
+    old = sampled if old_log_probs == "sampler" else logp
+    surrogate, clipped = losses.clipped_surrogate(logp, jax.lax.stop_gradient(old), advantage, clip_ratio=clip_ratio)
+    if importance_cap is not None:
+      surrogate *= losses.importance_weight(jax.lax.stop_gradient(logp), sampled, cap=importance_cap)
+    total, stats = surrogate, {"loss/policy": surrogate}
+    if reference_logp is not None:
+      kl = losses.kl_estimate(logp, reference_logp, estimator=kl_estimator)
+      total, stats = total + kl_coefficient * kl, stats | {"loss/kl": kl}
+    gap = jnp.abs(sampled - logp)
+    stats |= {"policy/entropy": entropy, "policy/clip_share": clipped, "policy/logp_gap_mean": gap}
+    return total, stats, {"policy/logp_gap_max": gap * mask}
+  return loss
+
+
+def supervised(logp, entropy, reference_logp, advantage, micro):
+  """Cross-entropy of the policy tokens, for demonstrations."""
+  return -logp, {"warm_start/loss": -logp, "policy/entropy": entropy}, {}
+
+
+def make_update(config: decoder.DecoderConfig, optimizer: optax.GradientTransformation, *, token_loss: TokenLoss,
+                advantage: Callable | None = None, num_strata: int = 1, aggregation: str = "token_mean",
+                max_tokens: int = 1, temperature: float = 1.0, chunk: int | None = None):
+  """The jitted step (state, batch) -> (state, stats); the state's buffers are reused, so the old one is gone.
+
+  advantage: (reward_qk, stratum_qk, valid_qk, step) -> [Q, K]; None gives every trajectory 1 (supervision).
+  A non-finite loss or gradient leaves parameters and optimizer as they were and counts in `update/skipped`
+  and `state.skipped_in_a_row`. stats["advantage_qk"] is [Q, K], every other entry a float32 scalar.
+  """
+  if aggregation not in losses.AGGREGATIONS:
+    raise ValueError(f"loss.aggregation={aggregation!r} is unknown; choose one of {losses.AGGREGATIONS}")
+
+  def step(state: TrainState, batch: Batch):
+    advantage_qk, stats = _advantages(advantage, num_strata, batch, state.step)
+    totals = dict(tokens=(batch.length_qk * batch.valid_qk).sum(), trajectories=batch.valid_qk.sum())
+    weigh = functools.partial(losses.token_weights, aggregation=aggregation, max_tokens=max_tokens, **totals)
+    loss_of = _micro_loss(config, token_loss, weigh, state.reference, batch, advantage_qk, temperature, chunk)
+    gradient, loss, averages, maxima = _accumulate(loss_of, state.params, batch)
+    stats |= averages | maxima
+    stats["grad/norm"] = optax.global_norm(gradient)
+    finite = jnp.isfinite(loss) & jnp.isfinite(stats["grad/norm"])
+    state = _apply(optimizer, state, gradient, finite)
+    stats["update/skipped"] = 1.0 - finite
+    return state, stats | {"advantage_qk": advantage_qk}
+
+  return jax.jit(step, donate_argnums=0)
+
+
+def _flat(x_qk):
+  """[Q, K] -> [Q K], whole on every device: small, and any row may hold any trajectory's tokens."""
+  if not jax.sharding.get_abstract_mesh().empty:
+    x_qk = jax.sharding.reshard(x_qk, P(None, None))
+  return x_qk.reshape(-1)
+
+
+def _advantages(advantage, num_strata, batch, step):
+  if advantage is None:
+    return jnp.ones_like(batch.reward_qk), {}
+  advantage_qk = advantage(batch.reward_qk, batch.stratum_qk, batch.valid_qk, step)
+  return advantage_qk, theory.diagnostics(
+      batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=num_strata)
+
+
+def _micro_loss(config, token_loss, weigh, reference, batch, advantage_qk, temperature, chunk):
+  """(params, micro-batch) -> (loss, (sums, maxima)), additive over micro-batches."""
+  per_trajectory = [_flat(x) for x in (advantage_qk, batch.valid_qk, batch.length_qk)]
+
+  def log_probs_of(params, micro):
+    x = decoder.hidden(config, params, micro.token_art, micro.position_art, micro.segment_art)
+    return log_probs.token_log_probs(config, params, x, micro.token_art, temperature=temperature, chunk=chunk)
+
+  def loss_of(params, micro):
+    advantage, valid, length = (sharding.take(x, micro.trajectory_art, "row", None) for x in per_trajectory)
+    logp, entropy = log_probs_of(params, micro)
+    reference_logp = None
+    if reference is not None:
+      reference_logp = jax.lax.stop_gradient(log_probs_of(reference, micro)[0])
+    loss, mean_stats, max_stats = token_loss(logp, entropy, reference_logp, advantage, micro)
+    mask = micro.loss_mask_art
+    # Padding may hold anything, infinities too: select, never multiply.
+    used = lambda x: jnp.where(mask > 0, x, 0.0)
+    total = (weigh(mask, valid, length) * used(loss)).sum()
+    sums = {name: used(x).sum() for name, x in jax.lax.stop_gradient(mean_stats).items()}
+    sums["tokens"] = mask.sum()
+    return total, (sums, {name: used(x).max() for name, x in jax.lax.stop_gradient(max_stats).items()})
+
+  return loss_of
+
+
+def _accumulate(loss_of, params, batch: Batch):
+  gradient_of = jax.value_and_grad(loss_of, has_aux=True)
+
+  def micro(i):
+    rows = {name: jax.lax.dynamic_index_in_dim(value, i, 0, keepdims=False)
+            for name, value in batch._asdict().items() if name.endswith("_art")}
+    (loss, (sums, maxima)), gradient = gradient_of(params, batch._replace(**rows))
+    return gradient, (loss, sums), maxima
+
+  def body(i, carry):
+    gradient, sums, maxima = micro(i)
+    add = lambda old, new: jax.tree.map(jnp.add, old, new)
+    return add(carry[0], gradient), add(carry[1], sums), jax.tree.map(jnp.maximum, carry[2], maxima)
+
+  # The first micro-batch starts the sums: no zeros to make and add, and shardings come out as the gradient has them.
+  gradient, (loss, sums), maxima = jax.lax.fori_loop(1, batch.num_micro, body, micro(0))
+  tokens = jnp.maximum(sums.pop("tokens"), 1.0)
+  return gradient, loss, {name: total / tokens for name, total in sums.items()}, maxima
+
+
+def _apply(optimizer, state: TrainState, gradient, finite) -> TrainState:
+  updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, updates)
+  keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+  return state._replace(
+      step=state.step + 1, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state),
+      skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1))
+
+
+def init_state(mesh, config: decoder.DecoderConfig, params, optimizer, *, with_reference: bool) -> TrainState:
+  """A sharded state at step 0; the reference is a copy of the parameters as they are now."""
+  axes = decoder.logical_axes(config)
+  with jax.set_mesh(mesh):
+    params = {name: jax.device_put(value, sharding.named(mesh, axes[name])) for name, value in params.items()}
+    opt_state = jax.jit(optimizer.init)(params)
+    reference = jax.tree.map(jnp.copy, params) if with_reference else None
+    zero = jax.device_put(jnp.zeros((), jnp.int32), sharding.named(mesh, ()))
+    return TrainState(step=zero, params=params, opt_state=opt_state, reference=reference,
+                      skipped_in_a_row=jnp.copy(zero))

@@ -1,0 +1,195 @@
+"""The scripted policy, played through the real loop, protocol and retriever."""
+
+import collections
+import itertools
+
+import pytest
+
+from stratified import rewards
+from stratified.data import demonstrations, encyclopedia, language, questions, tokenizer
+from stratified.data.demonstrations import DemonstrationConfig
+from stratified.retrieval.bm25 import BM25
+from stratified.rollout import loop, tags
+from stratified.rollout.limits import Limits
+from stratified.rollout.sampler import Request
+
+WORLD = encyclopedia.make(encyclopedia.EncyclopediaConfig(entities=600), 0)
+TOKENIZER = tokenizer.build()
+RETRIEVER = BM25(WORLD.passages)
+ASKED = questions.training_questions(WORLD, seed=0, step=7, count=100)
+FAULTLESS = dict(wrong_query=0.0, wrong_relation=0.0, invalid=0.0)
+LIMITS = dict(
+    max_turns=4, max_turn_tokens=32, max_observation_tokens=128, max_tokens=512, topk=2, answer_tokens=8)
+
+
+def play(config=DemonstrationConfig(**FAULTLESS), *, seed=0, samples=4, asked=ASKED, **limits):
+  """All trajectories of the questions, as the loop returns them, and the demonstrator."""
+  script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=seed, config=config)
+  script.begin(7, asked)
+  groups = loop.collect(
+      asked, sampler=script, retriever=RETRIEVER, tokenizer=TOKENIZER, protocol=tags.short(),
+      limits=Limits(**{**LIMITS, **limits}), samples_per_question=samples, step=7)
+  trajectories = list(itertools.chain(*groups))
+  assert all(t.fault is None for t in trajectories)
+  return trajectories, script
+
+
+def right(trajectory):
+  return rewards.exact_match(trajectory.answer or "", trajectory.question.golden_answers) == 1
+
+
+def share_right(trajectories):
+  return sum(map(right, trajectories)) / len(trajectories)
+
+
+def test_only_as_many_searches_as_hops_give_the_right_answer():
+  trajectories, script = play()
+  by_depth = collections.defaultdict(list)
+  for i, trajectory in enumerate(trajectories):
+    assert trajectory.num_searches == script.depth((7, i // 4, i % 4)) and trajectory.stop == "answer"
+    by_depth[trajectory.question.hops, trajectory.num_searches].append(trajectory)
+  assert len(by_depth) == 16
+  for (hops, searches), found in by_depth.items():
+    if hops == searches:
+      assert share_right(found) > 0.9, (hops, searches)  # a near-duplicate may hide the page
+    else:
+      assert share_right(found) < 0.1, (hops, searches)  # only by way of a wrong page, or by a lucky guess
+
+
+def test_with_its_page_always_found_the_script_is_always_right():
+
+  class Oracle:
+    """Finds a page of somebody else, then the page whose title begins the query."""
+
+    def search(self, queries, topk):
+      page_of = {page.title: page for page in WORLD.passages}
+      names = [query.rsplit(" ", 1)[0] for query in queries]
+      return [[other, page_of[name]] if name in page_of else []
+              for name in names for other in [next(p for p in WORLD.passages if p.title != name)]]
+
+  config = DemonstrationConfig(guess=0.0, **FAULTLESS)
+  script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=1, config=config)
+  script.begin(0, ASKED)
+  groups = loop.collect(ASKED, sampler=script, retriever=Oracle(), tokenizer=TOKENIZER, protocol=tags.short(),
+                        limits=Limits(**LIMITS), samples_per_question=4, step=0)
+  for trajectory in itertools.chain(*groups):
+    assert right(trajectory) == (trajectory.num_searches == trajectory.question.hops)
+
+
+def test_depths_follow_the_mixture_whatever_the_question():
+  trajectories, _ = play(DemonstrationConfig(mixture=(0.1, 0.6, 0.0, 0.3), **FAULTLESS), samples=16)
+  for hops in range(4):
+    depths = collections.Counter(t.num_searches for t in trajectories if t.question.hops == hops)
+    total = sum(depths.values())
+    assert depths[2] == 0
+    assert abs(depths[1] / total - 0.6) < 0.12 and abs(depths[3] / total - 0.3) < 0.12
+
+
+def test_demonstrations_repeat_by_seed_and_do_not_depend_on_what_else_is_asked():
+  first, _ = play(DemonstrationConfig())
+  assert first == play(DemonstrationConfig())[0]
+  assert [t.token_ids for t in first] != [t.token_ids for t in play(DemonstrationConfig(), seed=1)[0]]
+  assert play(DemonstrationConfig(), asked=ASKED[:5])[0] == first[:20]
+
+
+def test_too_few_searches_answer_with_a_link_of_the_chain():
+  trajectories, _ = play(DemonstrationConfig(guess=0.0, **FAULTLESS))
+  early = [t for t in trajectories if t.num_searches < t.question.hops]
+  on_chain = [t.answer == questions.chain_of(WORLD, t.question).entities[t.num_searches] for t in early]
+  assert len(early) > 50 and sum(on_chain) > 0.9 * len(early)
+
+
+def test_without_a_search_a_guess_is_of_the_right_kind():
+  trajectories, _ = play(DemonstrationConfig(mixture=(1.0,), guess=1.0, **FAULTLESS))
+  for t in trajectories:
+    if t.question.hops:
+      assert WORLD.by_name[t.answer].kind == WORLD.by_name[t.question.golden_answers[0]].kind
+    else:
+      assert right(t)
+  assert len({t.answer for t in trajectories}) > 50
+
+
+def test_turns_are_one_action_each_and_the_script_is_certain():
+  trajectories, _ = play()
+  for t in trajectories:
+    assert [turn.action for turn in t.turns] == ["search"] * t.num_searches + ["answer"]
+    policy = [s for s in t.segments if s.origin == "policy"]
+    assert all(set(s.log_probs) == {0.0} for s in policy)
+    assert all(len(s.token_ids) <= 8 for s in policy)
+
+
+@pytest.mark.parametrize("plan", ["query", "think", "none"])
+def test_the_plan_stands_where_it_was_asked_for(plan):
+  trajectories, _ = play(DemonstrationConfig(plan=plan, **FAULTLESS), samples=1)
+  nouns = {noun for relation in language.RELATIONS.values() for noun in relation.nouns}
+  seen = 0
+  for t in trajectories:
+    if t.question.hops and t.num_searches:
+      seen += 1
+      in_query = t.searches[0].query.split()[-1] in nouns
+      in_think = t.turns[0].text.startswith("<think>")
+      assert (in_query, in_think) == (plan == "query", plan == "think")
+      assert t.searches[0].query.startswith(questions.chain_of(WORLD, t.question).entities[0])
+  assert seen > 20
+
+
+def test_each_imperfection_happens_at_its_rate_and_costs():
+  clean = share_right([t for t in play()[0] if t.num_searches == t.question.hops > 0])
+  for name in ("wrong_query", "wrong_relation"):
+    spoiled, _ = play(DemonstrationConfig(**{**FAULTLESS, name: 0.5}))
+    matching = [t for t in spoiled if t.num_searches == t.question.hops > 0]
+    assert share_right(matching) < clean - 0.15, name
+  spoiled, _ = play(DemonstrationConfig(**{**FAULTLESS, "wrong_query": 1.0, "mixture": (0.0, 1.0)}))
+  heads = [questions.chain_of(WORLD, t.question).entities[0] for t in spoiled if t.question.hops]
+  queries = [t.searches[0].query for t in spoiled if t.question.hops]
+  assert sum(query.startswith(head + " ") for query, head in zip(queries, heads)) < 0.05 * len(heads)
+
+
+def test_an_invalid_turn_is_corrected_and_the_script_goes_on():
+  trajectories, _ = play(DemonstrationConfig(**{**FAULTLESS, "invalid": 0.3}))
+  share = sum(t.num_invalid for t in trajectories) / sum(len(t.turns) for t in trajectories)
+  assert 0.1 < share < 0.3
+  recovered = [t for t in trajectories if t.num_invalid == 1 and t.num_searches == t.question.hops > 0]
+  assert len(recovered) > 20 and share_right(recovered) > 0.8
+  assert all(t.stop == "answer" for t in trajectories)  # also where invalid turns used up the searches
+
+
+def test_common_knowledge_searched_for_is_answered_wrongly_by_what_was_read():
+  trajectories, _ = play()
+  searched = [t for t in trajectories if t.question.hops == 0 and t.num_searches]
+  assert len(searched) > 20 and not any(map(right, searched))
+  assert {s.outcome for t in searched for s in t.searches} == {"hit", "empty"}
+
+
+def test_a_page_cut_short_is_read_as_far_as_it_goes():
+  trajectories, _ = play(DemonstrationConfig(guess=0.0, **FAULTLESS), max_observation_tokens=20, topk=1)
+  matching = [t for t in trajectories if t.num_searches == t.question.hops > 0]
+  assert 0.05 < share_right(matching) < 0.9
+
+
+def test_a_turn_longer_than_asked_for_is_cut():
+  script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=0, config=DemonstrationConfig(**FAULTLESS))
+  script.begin(0, ASKED)
+  script.submit(Request((0, 0, 0), tuple(TOKENIZER.encode("Question:")), max_new_tokens=2))
+  (completion,) = script.poll()
+  assert completion.finish == "length" and len(completion.token_ids) == len(completion.log_probs) == 2
+  assert script.poll() == []
+
+
+def test_a_request_for_an_unknown_question_is_refused():
+  script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=0)
+  with pytest.raises(ValueError, match=r"question 0 of step 3: call begin\(step, questions\) first"):
+    script.submit(Request((3, 0, 0), (1,), 8))
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    (dict(mixture=(0.5, 0.6)), "must be shares of at least 0 that sum to 1"),
+    (dict(mixture=()), "must be shares"),
+    (dict(mixture=(0.5, float("nan"))), "must be shares"),
+    (dict(mixture=(0.2,) * 5, max_turns=3), "asks for up to 4 searches, but max_turns is 3"),
+    (dict(plan="aloud"), "plan 'aloud' is unknown: choose one of query, think, none"),
+    (dict(invalid=1.5), "invalid=1.5 is no share: choose from 0 to 1"),
+    (dict(guess=float("nan")), "guess=nan is no share")])
+def test_settings_that_make_no_sense_are_refused_in_a_sentence(arguments, sentence):
+  with pytest.raises(ValueError, match=sentence):
+    DemonstrationConfig(**arguments)
