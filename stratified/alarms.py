@@ -33,12 +33,12 @@ def find(rows: Sequence[Mapping[str, Any]], rollouts_per_step: int | None = None
       _relative(rows, "policy/entropy", lambda now, start: now < 0.1 * start,
                 "entropy fell to {now:.3g} from {start:.3g} nats a token: the policy has stopped exploring"),
       _relative(rows, "policy/entropy", lambda now, start: now > max(3 * start, start + 0.5),
-                "entropy rose to {now:.3g} from {start:.3g} nats a token: the policy is dissolving into noise"),
+                "entropy rose to {now:.3g} from {start:.3g} nats a token: the policy dissolves into noise"),
       _relative(rows, "policy/logp_gap_mean", lambda now, start: now > max(3 * start, 0.01),
-                "sampler and trainer log-probs are {now:.3g} apart, {start:.3g} at the start: training is drifting "
-                "off-policy"),
+                "sampler and trainer log-probs are {now:.3g} apart, {start:.3g} at the start: training "
+                "drifts off-policy"),
       _relative(rows, "rollout/searches_mean", lambda now, start: start >= 0.2 and now < 0.2 * start,
-                "searches fell to {now:.2f} a question from {start:.2f}: the agent has learnt to skip the tool"),
+                "searches fell to {now:.2f} a question from {start:.2f}: the agent learnt to skip the tool"),
       _absolute(rows, "loss/kl", lambda now: now > 1.0,
                 "KL to the reference reached {now:.3g} nats a token"),
       _absolute(rows, "advantage/zero_share", lambda now: now > 0.95,
@@ -85,7 +85,8 @@ def _reward_fell(rows) -> Alarm | None:
   for step, now in zip(steps[_WINDOW - 1:], _windows(values)):
     best = max(best, now)
     if best >= 0.1 and now < 0.5 * best:
-      return Alarm(step, "reward/mean", f"reward fell to {now:.3g}, less than half of the {best:.3g} it had reached")
+      message = f"reward fell to {now:.3g}, less than half of the {best:.3g} reached before"
+      return Alarm(step, "reward/mean", message)
   return None
 
 
@@ -94,15 +95,16 @@ def _gradient_exploded(rows) -> Alarm | None:
   for i in range(_START, len(values)):
     usual = statistics.median(values[max(0, i - 2 * _WINDOW):i])
     if usual > 0 and values[i] > 10 * usual:
-      return Alarm(steps[i], "grad/norm", f"the gradient norm jumped to {values[i]:.3g}, {values[i] / usual:.0f} times "
-                   f"the usual {usual:.3g}")
+      return Alarm(steps[i], "grad/norm", f"the gradient norm jumped to {values[i]:.3g}, "
+                   f"{values[i] / usual:.0f} times the usual {usual:.3g}")
   return None
 
 
 def _one_stratum(rows) -> Alarm | None:
   for key in sorted({key for row in rows for key in row if key.startswith("strata/share_")}):
-    alarm = _absolute(rows, key, lambda now: now > 0.98, "{now:.0%} of the rollouts lie in one stratum (" +
-                      key.removeprefix("strata/share_") + "): stratified and group advantages are the same there")
+    message = "{now:.0%} of the rollouts lie in stratum " + key.removeprefix("strata/share_")
+    alarm = _absolute(rows, key, lambda now: now > 0.98,
+                      message + ": stratified and group advantages are the same there")
     if alarm:
       return alarm
   return None

@@ -103,6 +103,17 @@ def _fill(bins, packing: Packing):
   return tuple(deal(x) for x in (token, position, segment, mask, logp, trajectory))
 
 
+def weigh_context(batch: Batch, weight: float) -> Batch:
+  """For supervision: tokens that the policy read rather than wrote count `weight` in the loss, each segment's first
+  token aside (nothing precedes it). 0 leaves the batch as it is."""
+  if not weight:
+    return batch
+  context = (batch.loss_mask_art == 0) & (batch.segment_art > 0) & (batch.position_art > 0)
+  mask = np.where(context, np.float32(weight), batch.loss_mask_art)
+  length = np.bincount(batch.trajectory_art.ravel(), weights=mask.ravel(), minlength=batch.length_qk.size)
+  return batch._replace(loss_mask_art=mask, length_qk=length.astype(np.float32).reshape(batch.length_qk.shape))
+
+
 def padding_share(batch: Batch) -> float:
   """Share of the positions the update runs over that hold no token."""
   used = batch.segment_art[:int(batch.num_micro)]

@@ -1,7 +1,7 @@
 """Line and area charts as SVG text: no dependency, no script, legible on a phone, light and dark.
 
-Colours come from CSS variables (`STYLE`), so a page that holds many charts states them once and a chart that is
-a file of its own (`standalone`) carries them along.
+Colours come from CSS variables (`STYLE`), so a page that holds many charts states them once and a chart that
+is a file of its own (`standalone`) carries them along.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,8 @@ STYLE = """
 opacity:0}
 .chart .hover:hover{opacity:.08}
 """ + "".join(
-    f".chart .s{i}{{stroke:var(--c{i})}}.chart .f{i}{{fill:var(--c{i})}}.chart text.f{i}{{fill:var(--c{i});font-weight:600}}"
+    f".chart .s{i}{{stroke:var(--c{i})}}.chart .f{i}{{fill:var(--c{i})}}"
+    f".chart text.f{i}{{fill:var(--c{i});font-weight:600}}"
     for i in range(PALETTE + ORDERED)) + "\n"
 
 _LEFT, _RIGHT, _BOTTOM, _TITLE, _LEGEND_ROW = 46, 20, 24, 26, 17
@@ -53,9 +54,10 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-  """One plot. `stacked` piles the series, which then share their x, up as areas; `limits` are y values the axis must include.
+  """One plot. `stacked` piles the series, which then share their x, up as areas.
 
-  `alarms` are steps marked with a dashed line; `percent` shows fractions as percentages.
+  `limits` are y values that the axis must include; `alarms` are steps marked with a dashed line; `percent`
+  shows fractions as percentages.
   """
 
   title: str
@@ -87,17 +89,19 @@ def chart_svg(
   rows = math.ceil(len(panels) / columns)
   total_width, total_height = width * columns, height * rows + 18
   body = [
-      f'<g transform="translate({width * (i % columns)} {height * (i // columns)})">{_panel(panel, width, height)}</g>'
-      for i, panel in enumerate(panels)
+      f'<g transform="translate({width * (i % columns)} {height * (i // columns)})">'
+      f"{_panel(panel, width, height)}</g>" for i, panel in enumerate(panels)
   ]
   body += [
       f'<text class="m" x="{width * column + (width + _LEFT - _RIGHT) / 2:.0f}" y="{total_height - 4}">'
       f'{html.escape(x_label)}</text>' for column in range(columns)
   ]
   name = html.escape("; ".join(panel.title for panel in panels))
-  extra = (f' xmlns="http://www.w3.org/2000/svg" width="{total_width}" height="{total_height}"' if standalone else "")
+  size = f'width="{total_width}" height="{total_height}"'
+  extra = f' xmlns="http://www.w3.org/2000/svg" {size}' if standalone else ""
   head = f'<style>{STYLE}</style><rect class="bg" width="100%" height="100%" rx="10"/>' if standalone else ""
-  return (f'<svg class="chart" viewBox="0 0 {total_width} {total_height}" role="img" aria-label="{name}"{extra}>'
+  box = f"0 0 {total_width} {total_height}"
+  return (f'<svg class="chart" viewBox="{box}" role="img" aria-label="{name}"{extra}>'
           f'{head}{"".join(body)}</svg>')
 
 
@@ -161,7 +165,8 @@ def _panel(panel: Panel, width: int, height: int) -> str:
   top = _TITLE + _LEGEND_ROW * legend_rows + 12
   parts = [f'<text class="t" x="10" y="18">{html.escape(panel.title)}</text>', legend]
   if not shown:
-    return "".join(parts) + f'<text class="m" x="{width / 2:.0f}" y="{height / 2:.0f}">nothing recorded</text>'
+    parts.append(f'<text class="m" x="{width / 2:.0f}" y="{height / 2:.0f}">nothing recorded</text>')
+    return "".join(parts)
   curves = _stack(shown) if panel.stacked else [(series, series.x, series.y, None) for series in shown]
   xs = [x for series in shown for x in series.x]
   ys = [v for _, _, y, _ in curves for v in y if v is not None] + list(panel.limits)
@@ -198,10 +203,12 @@ def _legend(panel: Panel, shown: Sequence[Series], width: int) -> tuple[str, int
   """Names with their last values. One series needs only the value, beside the title."""
   last = [next((v for v in reversed(series.y) if v is not None), None) for series in shown]
   if len(shown) == 1:
-    return f'<text class="e f{shown[0].color}" x="{width - _RIGHT}" y="18">{number(last[0], panel.percent)}</text>', 0
+    text = number(last[0], panel.percent)
+    return f'<text class="e f{shown[0].color}" x="{width - _RIGHT}" y="18">{text}</text>', 0
   parts, x, row = [], 10.0, 0
   for series, value in zip(shown, last):
-    label = f"{series.name} {f'{value:.0%}' if panel.stacked and panel.percent else number(value, panel.percent)}"
+    text = f"{value:.0%}" if panel.stacked and panel.percent else number(value, panel.percent)
+    label = f"{series.name} {text}"
     needed = 16 + 6.4 * len(label) + 10
     if x > 10 and x + needed > width:
       x, row = 10.0, row + 1
@@ -244,13 +251,17 @@ def _area(frame: _Frame, series: Series, x, y, base) -> str:
 
 
 def _stack(shown: Sequence[Series]) -> list[tuple[Series, list, list, list]]:
-  """Cumulative upper and lower edges of moving averages; a missing value counts as nothing, one point is a bar."""
+  """(series, x, upper edge, lower edge) of moving averages piled up.
+
+  A missing value counts as nothing; a single point becomes a bar.
+  """
   size = math.ceil(len(shown[0].x) / _MAX_POINTS)
   below, stacked = None, []
   for series in shown:
     chunks = range(0, len(series.x), size)
     x = [series.x[start] for start in chunks]
-    y = [sum(v or 0.0 for v in series.y[start:start + size]) / len(series.y[start:start + size]) for start in chunks]
+    parts = [series.y[start:start + size] for start in chunks]
+    y = [sum(value or 0.0 for value in part) / len(part) for part in parts]
     y = smooth(y, len(y) // 24)
     if len(x) == 1:
       x, y = [x[0], x[0] + 1], y * 2
@@ -276,13 +287,13 @@ def _hover(frame: _Frame, shown: Sequence[Series], percent: bool) -> str:
   """Invisible columns whose tooltip reads the values; a browser shows it without any script."""
   longest = max(shown, key=lambda series: len(series.x))
   count = min(_MAX_HOVER, len(longest.x))
-  step = (frame.right - frame.left) / count
+  step, tall = (frame.right - frame.left) / count, frame.bottom - frame.top
   lookup = [(series.name, dict(zip(series.x, series.y))) for series in shown]
   parts = []
   for i in range(count):
     at = longest.x[min(len(longest.x) - 1, round((i + 0.5) * len(longest.x) / count - 0.5))]
     values = [(name, at_x.get(at)) for name, at_x in lookup]
     text = ", ".join(f"{name} {number(value, percent)}" for name, value in values if value is not None)
-    parts.append(f'<rect class="hover" x="{frame.left + i * step:.1f}" y="{frame.top}" width="{step:.1f}" '
-                 f'height="{frame.bottom - frame.top}"><title>{number(at)}: {html.escape(text)}</title></rect>')
+    box = f'x="{frame.left + i * step:.1f}" y="{frame.top}" width="{step:.1f}" height="{tall}"'
+    parts.append(f'<rect class="hover" {box}><title>{number(at)}: {html.escape(text)}</title></rect>')
   return "".join(parts)

@@ -80,16 +80,15 @@ class Checkpointer:
     try:
       saved = _arrays(self._manager.item_metadata(step).tree)
       differences = _differences(saved, _arrays(abstract_state))
-      state = None if differences else self._manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
+      if not differences:
+        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract_state)), step
     except Exception as error:
       earlier = [other for other in self._manager.all_steps() if other < step]
       fallback = f"from step {max(earlier)}" if earlier else "from the start"
-      raise ValueError(f"the checkpoint {path} is damaged ({type(error).__name__}: {str(error)[:300]}): remove that "
-                       f"folder and the run resumes {fallback}") from error
-    if differences:
-      raise ValueError(f"the checkpoint {path} is of another model or optimizer:\n" + "\n".join(differences) +
-                       "\nUse the config that it was saved with, or a new workdir.")
-    return state, step
+      raise ValueError(f"the checkpoint {path} is damaged ({type(error).__name__}: {str(error)[:300]}): "
+                       f"remove that folder and the run resumes {fallback}") from error
+    raise ValueError(f"the checkpoint {path} is of another model or optimizer:\n" + "\n".join(differences) +
+                     "\nUse the config that it was saved with, or a new workdir.")
 
   def close(self) -> None:
     """Waits until the last checkpoint is whole."""
@@ -120,14 +119,16 @@ def _worth_hearing(record: logging.LogRecord) -> bool:
   return record.levelno >= logging.WARNING or "orbax" not in record.pathname
 
 
-def check_config(workdir: str | os.PathLike, config: Mapping[str, Any], free_keys: Iterable[str] = FREE_KEYS) -> None:
+def check_config(
+    workdir: str | os.PathLike, config: Mapping[str, Any], free_keys: Iterable[str] = FREE_KEYS) -> None:
   """Writes workdir/config.json the first time; later refuses a config that would change the run's results.
 
   Keys are dotted paths. Those that match `free_keys` (shell patterns) may change, and `num_steps` may grow;
   config.json then takes the new values.
 
   Raises:
-    ValueError: another key changed, appeared or vanished (all are named with both values), or a value is not JSON.
+    ValueError: another key changed, appeared or vanished (all are named with both values), or a value is not
+      JSON.
   """
   path = pathlib.Path(workdir) / "config.json"
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ def check_config(workdir: str | os.PathLike, config: Mapping[str, Any], free_key
   write_atomic(path, text)
 
 
-def _may_change(key: str, before: Mapping[str, Any], after: Mapping[str, Any], free_keys: Iterable[str]) -> bool:
+def _may_change(key: str, before: Mapping, after: Mapping, free_keys: Iterable[str]) -> bool:
   if key == "num_steps" and key in before and key in after:
     return after[key] > before[key]
   return any(fnmatch.fnmatchcase(key, pattern) for pattern in free_keys)

@@ -9,7 +9,7 @@ from stratified.charts import ORDERED, PALETTE, Panel, Series
 
 Rows = Sequence[Mapping[str, Any]]
 
-# title, percent, then (key, name) of each curve; the first plot of a report is drawn apart (see `first_panels`).
+# Title, percent, then (key, name) of each curve; a report's first plot is drawn apart (see `first_panels`).
 _PANELS = (
     ("Rollouts with zero advantage", True, (("advantage/zero_share", "share"),)),
     ("Policy entropy, nats a token", False, (("policy/entropy", "entropy"),)),
@@ -21,12 +21,14 @@ _PANELS = (
     ("Policy loss", False, (("loss/policy", "loss"),)),
     ("Advantage, root mean square", False, (("advantage/rms", "rms"),)),
     ("Bias between strata", False,
-     (("theory/cross_stratum_offset_rms", "offset rms"), ("theory/between_stratum_variance", "variance between"),
+     (("theory/cross_stratum_offset_rms", "offset rms"), ("theory/between_stratum_variance", "variance"),
       ("theory/normalization_effect", "normalisation"))),
     ("Strata a question", False, (("strata/count", "strata"),)),
     ("Rollouts alone in their stratum", True, (("strata/singleton_share", "share"),)),
-    ("Invalid actions and lost rollouts", False, (("rollout/invalid_actions", "invalid"), ("rollout/failed", "lost"))),
-    ("Tokens a second", False, (("rollout/tokens_per_second", "rollout"), ("update/tokens_per_second", "update"))),
+    ("Invalid actions and lost rollouts", False,
+     (("rollout/invalid_actions", "invalid"), ("rollout/failed", "lost"))),
+    ("Tokens a second", False,
+     (("rollout/tokens_per_second", "rollout"), ("update/tokens_per_second", "update"))),
     ("Padding in the update", True, (("update/padding_share", "share"),)),
     ("Staleness of the rollouts, steps", False, (("rollout/staleness", "steps"),)),
 )
@@ -55,15 +57,16 @@ def strata_panel(rows: Rows, alarms: Sequence[Alarm] = (), by_searches: bool = T
   """
   train = [row for row in rows if "reward/mean" in row]
   keys = {key for row in train for key in row if re.fullmatch(r"strata/share_\d+", key)}
-  totals = {key: sum(_value(row, key) or 0.0 for row in train) for key in sorted(keys, key=_stratum)}
+  totals = {key: sum(_value(row, key) or 0.0 for row in train) for key in sorted(keys, key=_last_number)}
   seen = [key for key, total in totals.items() if total > 0]
   largest = sorted(seen, key=totals.get, reverse=True)[:ORDERED if len(seen) <= ORDERED else ORDERED - 1]
   x = [row["step"] for row in train]
-  series = [
-      Series(str(_stratum(key)) if by_searches else f"stratum {_stratum(key)}", x, [_value(row, key) for row in train],
-             PALETTE + min(_stratum(key), ORDERED - 1) if by_searches else i)
-      for i, key in enumerate(key for key in seen if key in largest)
-  ]
+  series = []
+  for i, key in enumerate(key for key in seen if key in largest):
+    name, color = f"stratum {_last_number(key)}", i
+    if by_searches:
+      name, color = str(_last_number(key)), PALETTE + min(_last_number(key), ORDERED - 1)
+    series.append(Series(name, x, [_value(row, key) for row in train], color))
   if len(largest) < len(seen):
     rest = [sum(_value(row, key) or 0.0 for key in seen if key not in largest) for row in train]
     series.append(Series("other", x, rest, 7))
@@ -72,8 +75,10 @@ def strata_panel(rows: Rows, alarms: Sequence[Alarm] = (), by_searches: bool = T
   return Panel(title, tuple(series), stacked=True, percent=True, limits=(0.0, 1.0), alarms=marks)
 
 
-def panels(rows: Rows, alarms: Sequence[Alarm] = (), by_searches: bool = True) -> tuple[list[Panel], list[str], list[str]]:
-  """Every other plot that shows something, keys that a run should record and did not, keys that were always zero."""
+def panels(
+    rows: Rows, alarms: Sequence[Alarm] = (), by_searches: bool = True,
+) -> tuple[list[Panel], list[str], list[str]]:
+  """(every other plot that shows something, keys that a run should record and did not, keys always zero)."""
   train = [row for row in rows if "reward/mean" in row]
   drawn, zero = [strata_panel(rows, alarms, by_searches)], []
   for title, percent, curves in _PANELS:
@@ -92,17 +97,19 @@ def panels(rows: Rows, alarms: Sequence[Alarm] = (), by_searches: bool = True) -
 
 def warm_start_panel(rows: Rows) -> Panel:
   warm = [row for row in rows if "warm_start/step" in row]
-  return Panel("Warm start: loss by its own step", (_series(warm, "warm_start/loss", "loss", 0, "noisy", "warm_start/step"),))
+  loss = _series(warm, "warm_start/loss", "loss", 0, "noisy", "warm_start/step")
+  return Panel("Warm start: loss by its own step", (loss,))
 
 
 def _hops_panel(rows: Rows) -> Panel:
   keys = sorted({key for row in rows for key in row if re.fullmatch(r"eval/exact_match_hops_\d+", key)})
-  series = [_series(rows, key, f"{key.rpartition('_')[2]} hops", color % PALETTE, "dots") for color, key in enumerate(keys)]
+  names = {key: f"{_last_number(key)} hop" + "s" * (_last_number(key) != 1) for key in keys}
+  series = [_series(rows, key, names[key], color % PALETTE, "dots") for color, key in enumerate(keys)]
   return Panel("Held-out exact match by hops", tuple(one for one in series if len(one.x) > 1), percent=True)
 
 
 def _time_panel(train: Rows) -> Panel:
-  """Shares of a step's time. time/step_s, where recorded, is the whole; what no part claims is `everything else`."""
+  """Shares of a step's time. time/step_s, where recorded, is the whole; what no part claims is drawn too."""
   keys = sorted({key for row in train for key in row if re.fullmatch(r"time/\w+_s", key)} - {"time/step_s"})
   keys.sort(key=lambda key: ("rollout" not in key, "retrieval" not in key, "update" not in key))
   shares = {key: [] for key in keys + ["else"]}
@@ -133,5 +140,5 @@ def _steps(alarms: Sequence[Alarm], key: str) -> tuple[int, ...]:
   return tuple(alarm.step for alarm in alarms if alarm.key == key)
 
 
-def _stratum(key: str) -> int:
+def _last_number(key: str) -> int:
   return int(key.rpartition("_")[2])

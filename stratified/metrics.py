@@ -45,7 +45,7 @@ def read_rows(path: str | os.PathLike) -> tuple[list[Row], int]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Nested mappings as one, with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}. An empty mapping stays a value."""
+  """Nested mappings as one with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}. An empty one stays a value."""
   flat = {}
   for key, value in config.items():
     if isinstance(value, Mapping) and value:
@@ -80,6 +80,8 @@ def trajectory_record(
     weight_version, reward, stratum, advantage.
   """
   question = trajectory.question
+  segments = [(segment.origin, decode(list(segment.token_ids)), len(segment.token_ids))
+              for segment in trajectory.segments]
   return {
       "question_id": question.id,
       "question": question.text,
@@ -87,10 +89,7 @@ def trajectory_record(
       "source": question.source,
       "hops": question.hops,
       "sample": trajectory.sample,
-      "segments": [
-          {"origin": segment.origin, "text": decode(list(segment.token_ids)), "tokens": len(segment.token_ids)}
-          for segment in trajectory.segments
-      ],
+      "segments": [{"origin": origin, "text": text, "tokens": tokens} for origin, text, tokens in segments],
       "turns": [
           {
               "action": turn.action,
@@ -168,14 +167,15 @@ class Writer:
       raise ValueError(f"a row of metrics.jsonl needs an integer step or warm_start/step, not {step!r}")
     if run == "train":
       if step < self._last_step:
-        raise ValueError(f"step {step} comes after step {self._last_step}: the steps of metrics.jsonl never go back")
+        raise ValueError(f"step {step} comes after step {self._last_step}, but metrics.jsonl never goes "
+                         "back: open a new Writer with the restored step to repeat steps")
       self._last_step = step
     self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
     self._file.flush()
     self._write_events(run, step, row)
 
   def write_trajectories(self, step: int, records: Iterable[Row]) -> None:
-    """Writes trajectories/step_NNNNNN.jsonl, one object a rollout (see `trajectory_record`), whole or not at all."""
+    """Writes trajectories/step_NNNNNN.jsonl, one `trajectory_record` a line, whole or not at all."""
     if self._active:
       lines = [json.dumps(_finite(record), allow_nan=False) + "\n" for record in records]
       write_atomic(trajectory_path(self._workdir, step), "".join(lines))
@@ -206,7 +206,7 @@ class Writer:
             event_pb2.Event(wall_time=time.time(), step=int(self._purge[run]) + 1, session_log=start))
     values = [
         summary_pb2.Summary.Value(tag=key, simple_value=value) for key, value in row.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "warm_start/step")
+        if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
     ]
     self._events[run].write_event(
         event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
@@ -222,7 +222,10 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
-  """Drops the first row beyond the restored step and all after it (rows are in time order), or a torn last line."""
+  """Drops the first row beyond the restored step and all after it (rows are in time order); returns the rest.
+
+  A last line that a killed process left half-written goes as well.
+  """
   if not path.exists():
     return []
   lines = path.read_bytes().split(b"\n")
@@ -231,9 +234,11 @@ def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
   for number, line in enumerate(lines, 1):
     row = _parse(line)
     if row is None and number < len(lines):
-      raise ValueError(f"{path}:{number} is no JSON object, and only the last line can be half-written by a killed "
-                       "run: repair or remove that line, or start in a new workdir")
-    if row is None or row.get("step", -1) > last["train"] or row.get("warm_start/step", 0) > last["warm_start"]:
+      raise ValueError(f"{path}:{number} is no JSON object, and only the last line can be half-written by a "
+                       "killed run: repair or remove that line, or start in a new workdir")
+    if row is None or row.get("step", -1) > last["train"]:
+      break
+    if row.get("warm_start/step", 0) > last["warm_start"]:
       break
     kept.append(row)
   if torn or len(kept) < len(lines):
@@ -252,7 +257,8 @@ def _plain_row(row: Mapping[str, Any]) -> Row:
   """The row with plain Python values; what is not finite is None and named under `not_finite`."""
   plain = {key: value if value is None or isinstance(value, str) else np.asarray(value).item()
            for key, value in row.items()}
-  lost = {key: str(value) for key, value in plain.items() if isinstance(value, float) and not math.isfinite(value)}
+  lost = {key: str(value) for key, value in plain.items()
+          if isinstance(value, float) and not math.isfinite(value)}
   return _finite(plain) | ({"not_finite": lost} if lost else {})
 
 

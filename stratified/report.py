@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import html
 import json
 import os
 import pathlib
@@ -11,24 +10,29 @@ from typing import Any
 
 from stratified import alarms as alarm_rules
 from stratified import charts, figures, metrics, scores, transcripts
-from stratified.charts import chart_svg  # noqa: F401  (a chart of its own, for pages that are not this report)
+from stratified.charts import chart_svg
 from stratified.progress import duration
+from stratified.transcripts import visible
 
 _SHOWN = 6  # rollouts of the first and of the last step
 _SUMMARY = (
-    ("policy.name", "policy"), ("policy.checkpoint", "policy"), ("advantage.name", "advantage"), ("advantage.alpha", "alpha"),
-    ("strata.name", "strata"), ("data.questions_per_step", "questions a step"),
+    ("policy.name", "policy"), ("policy.checkpoint", "policy"), ("advantage.name", "advantage"),
+    ("advantage.alpha", "alpha"), ("strata.name", "strata"), ("data.questions_per_step", "questions a step"),
     ("rollout.samples_per_question", "rollouts a question"), ("rollout.max_turns", "search turns"),
     ("optimizer.learning_rate", "learning rate"), ("loss.kl_coefficient", "KL coefficient"),
-    ("loss.clip_ratio", "clip"), ("sampler.name", "sampler"), ("retriever.name", "retriever"), ("seed", "seed"),
+    ("loss.clip_ratio", "clip"), ("sampler.name", "sampler"), ("retriever.name", "retriever"),
+    ("seed", "seed"),
 )
+_COUNTS = ("searches", "executed_searches", "search_count", "num_searches", "capped_searches", "capped_count")
 STYLE = charts.STYLE + transcripts.STYLE + """
 :root{color-scheme:light dark;--page:#f5f6f8}
 @media (prefers-color-scheme:dark){:root{--page:#111317}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif}
+body{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif}
 main{max-width:1240px;margin:0 auto;padding:20px 16px 60px}
-h1{font-size:24px;margin:6px 0 4px;overflow-wrap:anywhere;line-height:1.25}h2{font-size:18px;margin:34px 0 10px}
+h1{font-size:24px;margin:6px 0 4px;overflow-wrap:anywhere;line-height:1.25}
+h2{font-size:18px;margin:34px 0 10px}
 p{margin:6px 0}.soft,.said{color:var(--soft)}.said{font-size:13.5px;margin-top:6px}.said b{color:var(--ink)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(158px,1fr));gap:10px;margin:16px 0}
 .tile,.panel{background:var(--card);border:1px solid var(--grid);border-radius:12px}
@@ -43,11 +47,14 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font
 th,td{padding:7px 12px;text-align:right;white-space:nowrap;border-top:1px solid var(--grid)}
 thead th{border-top:0;color:var(--soft);font-weight:500;font-size:12.5px}th:first-child{text-align:left}
 tbody th{font-weight:400;padding-left:26px}.set th,.set td{font-weight:600}.set th{padding-left:12px}
-td.trained{background:linear-gradient(90deg,color-mix(in srgb,var(--c2) 28%,transparent) var(--share),transparent 0)}
+td.trained{background:linear-gradient(90deg,
+color-mix(in srgb,var(--c2) 28%,transparent) var(--share),transparent 0)}
 td.best{text-decoration:underline;text-underline-offset:3px}
-.config td{text-align:left;white-space:normal;overflow-wrap:anywhere;font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12.5px}
+.config td{text-align:left;white-space:normal;overflow-wrap:anywhere;
+font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12.5px}
 .narrow{display:none}
-@media (max-width:700px){.wide{display:none}.narrow{display:block}th,td{padding:7px 8px}tbody th{white-space:normal;padding-left:18px}
+@media (max-width:700px){.wide{display:none}.narrow{display:block}th,td{padding:7px 8px}
+tbody th{white-space:normal;padding-left:18px}
 .set th{padding-left:10px}}
 .more{margin-top:14px}.more>summary{cursor:pointer}
 """
@@ -55,9 +62,10 @@ td.best{text-decoration:underline;text-underline-offset:3px}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a workdir says: flat config, rows of metrics.jsonl, evaluation.json, rollouts of the first and last step.
+  """What a workdir says: flat config, rows of metrics.jsonl, evaluation.json, rollouts of two steps.
 
-  `notes` name in whole sentences what is missing or could not be read.
+  `rollouts` are those of the first and of the last step that has any; `notes` name in whole sentences what is
+  missing or could not be read.
   """
 
   name: str
@@ -84,7 +92,8 @@ def picture(workdir: str | os.PathLike) -> str:
   """The run as one SVG file: reward and held-out exact match, searches a question, rollouts by stratum."""
   run = read(workdir)
   found = alarm_rules.find(run.rows, _rollouts_per_step(run.config))
-  shown = figures.first_panels(run.rows, found) + [figures.strata_panel(run.rows, found, _by_searches(run.config))]
+  strata = figures.strata_panel(run.rows, found, _by_searches(run.config))
+  shown = [*figures.first_panels(run.rows, found), strata]
   return chart_svg(shown, width=300, height=230, columns=3, standalone=True)
 
 
@@ -97,9 +106,9 @@ def read(workdir: str | os.PathLike) -> Run:
   config = _object(folder / "config.json", notes)
   evaluation = _object(folder / "evaluation.json", notes)
   rows, unreadable = metrics.read_rows(folder / "metrics.jsonl")
-  rows = [row for row in rows if isinstance(row.get("step", 0), int) and isinstance(row.get("warm_start/step", 0), int)]
+  rows = [row for row in rows if all(isinstance(row.get(key, 0), int) for key in ("step", "warm_start/step"))]
   if unreadable:
-    notes.append(f"{unreadable} lines of metrics.jsonl could not be read.")
+    notes.append(f"Lines of metrics.jsonl that could not be read: {unreadable}.")
   if not any("reward/mean" in row for row in rows):
     notes.append("metrics.jsonl has no training step yet.")
   by_step = {int(name[1]): path for path in sorted((folder / "trajectories").glob("*"))
@@ -132,7 +141,7 @@ def page(run: Run) -> str:
   return ('<!doctype html><html lang="en"><head><meta charset="utf-8">'
           f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
           '<meta name="viewport" content="width=device-width,initial-scale=1">'
-          f'<title>{transcripts.visible(run.name)}</title><style>{STYLE}</style></head>'
+          f'<title>{visible(run.name)}</title><style>{STYLE}</style></head>'
           f'<body><main>{"".join(sections)}</main></body></html>\n')
 
 
@@ -151,9 +160,9 @@ def _object(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _header(run: Run) -> str:
-  chips = [f'<span class="chip">{name} {transcripts.visible(run.config[key])}</span>'
+  chips = [f'<span class="chip">{name} {visible(run.config[key])}</span>'
            for key, name in _SUMMARY if run.config.get(key) not in (None, "")]
-  return f'<h1>{transcripts.visible(run.name)}</h1><div class="chips">{"".join(chips)}</div>'
+  return f'<h1>{visible(run.name)}</h1><div class="chips">{"".join(chips)}</div>'
 
 
 def _alarm_list(found: Sequence[alarm_rules.Alarm], rows) -> str:
@@ -162,12 +171,12 @@ def _alarm_list(found: Sequence[alarm_rules.Alarm], rows) -> str:
     return ""
   if not found:
     return f'<div class="note fine">No alarm in {steps:,} step{"s" * (steps != 1)}.</div>'
-  items = "".join(f"<li>Step {alarm.step}: {html.escape(alarm.message)}.</li>" for alarm in found)
+  items = "".join(f"<li>Step {alarm.step}: {visible(alarm.message)}.</li>" for alarm in found)
   return f'<div class="note alarm"><b>Alarms</b><ul>{items}</ul></div>'
 
 
 def _notes(notes: Sequence[str]) -> str:
-  items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+  items = "".join(f"<li>{visible(note)}</li>" for note in notes)
   return f'<div class="note"><ul>{items}</ul></div>' if notes else ""
 
 
@@ -193,17 +202,17 @@ def _tiles(run: Run, before: scores.Sets, after: scores.Sets, forced: Mapping[st
       tiles.append((name, ends, "first and last 5 steps"))
   if train:
     planned = run.config.get("num_steps")
-    tiles.append(("Steps", f'{train[-1]["step"]:,}' + (f" of {planned:,}" if isinstance(planned, int) else ""),
-                  f"in {duration(sum(map(_seconds, train)))}"))
-  return "".join(['<div class="tiles">'] + [
-      f'<div class="tile"><span>{html.escape(name)}</span><b>{html.escape(text)}</b><span>{html.escape(against)}</span></div>'
-      for name, text, against in tiles] + ["</div>"])
+    of = f"of {planned:,} " if isinstance(planned, int) else ""
+    tiles.append(("Steps", f'{train[-1]["step"]:,}', f"{of}in {duration(sum(map(_seconds, train)))}"))
+  shown = "".join(f'<div class="tile"><span>{visible(name)}</span><b>{visible(text)}</b>'
+                  f"<span>{visible(against)}</span></div>" for name, text, against in tiles)
+  return f'<div class="tiles">{shown}</div>'
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
-  parts = [v for k, v in row.items() if re.fullmatch(r"time/\w+_s", k) and k != "time/step_s" and isinstance(v, (int, float))]
-  whole = row.get("time/step_s")
-  return whole if isinstance(whole, (int, float)) else sum(parts)
+  times = {key: value for key, value in row.items()
+           if re.fullmatch(r"time/\w+_s", key) and isinstance(value, (int, float))}
+  return times.get("time/step_s", sum(times.values()))
 
 
 def _first_figure(run: Run, found: Sequence[alarm_rules.Alarm]) -> str:
@@ -217,7 +226,7 @@ def _first_figure(run: Run, found: Sequence[alarm_rules.Alarm]) -> str:
 
 def _curves(run: Run, drawn: Sequence[charts.Panel], zero: Sequence[str]) -> str:
   plots = "".join(_panel(panel) for panel in drawn) + _warm(run)
-  never = f'<p class="soft">Zero at every step: {", ".join(map(html.escape, zero))}.</p>' if zero else ""
+  never = f'<p class="soft">Zero at every step: {", ".join(map(visible, zero))}.</p>' if zero else ""
   return f'<h2>Step by step</h2><div class="grid">{plots}</div>{never}' if plots else ""
 
 
@@ -231,8 +240,8 @@ def _warm(run: Run) -> str:
 
 
 def _table_legend(forced: Mapping[str, scores.Sets]) -> str:
-  text = "“Forced to N” is the warm-started policy made to search exactly N times; the best of them is underlined. "
-  return f'<p class="soft">{text if forced else ""}Searches are means a question, before → after training.</p>'
+  text = "“Forced to N” is the warm-started policy made to search exactly N times, the best underlined. "
+  return f'<p class="soft">{text * bool(forced)}Searches are means a question, before → after training.</p>'
 
 
 def _samples(run: Run) -> str:
@@ -242,16 +251,16 @@ def _samples(run: Run) -> str:
     if chosen:
       rolls = "".join(transcripts.render(record, is_open=j == 0 and i == len(run.rollouts) - 1)
                       for j, record in enumerate(chosen))
-      parts.append(f"<h2>Rollouts of step {step}</h2><p class=soft>{len(chosen)} of {len(records):,}, unlike in stratum "
-                   f"or success.</p>{rolls}")
+      parts.append(f'<h2>Rollouts of step {step}</h2><p class="soft">{len(chosen)} of {len(records):,}, '
+                   f"unlike in stratum or success.</p>{rolls}")
   return "".join(parts)
 
 
 def _config_table(run: Run) -> str:
-  rows = "".join(f"<tr><th>{transcripts.visible(key)}</th><td>{transcripts.visible(json.dumps(value))}</td></tr>"
+  rows = "".join(f"<tr><th>{visible(key)}</th><td>{visible(json.dumps(value))}</td></tr>"
                  for key, value in sorted(run.config.items()))
-  return (f'<details class="more"><summary>The whole config</summary><div class="scroll"><table class="config">{rows}'
-          "</table></div></details>") if rows else ""
+  table = f'<div class="scroll"><table class="config">{rows}</table></div>'
+  return f'<details class="more"><summary>The whole config</summary>{table}</details>' if rows else ""
 
 
 def _rollouts_per_step(config: Mapping[str, Any]) -> int | None:
@@ -260,4 +269,5 @@ def _rollouts_per_step(config: Mapping[str, Any]) -> int | None:
 
 
 def _by_searches(config: Mapping[str, Any]) -> bool:
-  return config.get("strata.name", "searches") in ("searches", "executed_searches", "search_count", "num_searches")
+  """Whether a stratum's id is a number of searches (under a cap, the last stands for that many and more)."""
+  return config.get("strata.name", "searches") in _COUNTS

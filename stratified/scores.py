@@ -1,9 +1,10 @@
 """evaluation.json and the eval/* keys of metrics.jsonl, brought into one form and shown as tables."""
 
 from collections.abc import Mapping, Sequence
-import html
 import re
 from typing import Any
+
+from stratified.transcripts import visible
 
 Score = dict[str, Any]  # count, exact_match, f1, searches_mean, by_hops: {"0": Score, ...}; any may be absent
 Sets = dict[str, Score]
@@ -14,8 +15,8 @@ HELD_OUT, SECOND = "held_out", "second_encyclopedia"
 def before_and_after(rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> tuple[Sets, Sets]:
   """Scores by question set of the warm-started policy and of the trained one.
 
-  evaluation.json leads; without it the first and the last evaluation in metrics.jsonl stand in, the first only
-  if it is not the last as well.
+  evaluation.json leads; without it the first and the last evaluation in metrics.jsonl stand in, the first
+  only if it is not the last as well.
   """
   evaluated = [row for row in rows if isinstance(row.get("eval/exact_match"), (int, float))]
   before, after = sets_of(evaluation.get("warm_start")), sets_of(evaluation)
@@ -29,7 +30,8 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str,
 def forced(evaluation: Mapping[str, Any]) -> dict[str, Sets]:
   """Scores of the warm-started policy held to 0, 1, 2, ... searches, by that number."""
   block = evaluation.get("warm_start_forced")
-  return {str(count): sets_of(sets) for count, sets in sorted(block.items())} if isinstance(block, Mapping) else {}
+  block = block if isinstance(block, Mapping) else {}
+  return {str(count): sets_of(sets) for count, sets in sorted(block.items())}
 
 
 def sets_of(block: Any) -> Sets:
@@ -52,7 +54,7 @@ def value(score: Mapping[str, Any] | None, key: str = "exact_match", hops: str |
 
 
 def best_forced(forced_sets: Mapping[str, Sets], name: str = HELD_OUT) -> tuple[str, float] | None:
-  """(number of searches, exact match) of the fixed number of searches that does best, None if none was run."""
+  """(number, exact match) of the fixed number of searches that does best, None if none was run."""
   known = {count: value(sets.get(name)) for count, sets in forced_sets.items()}
   known = {count: score for count, score in known.items() if score is not None}
   return max(known.items(), key=lambda item: item[1]) if known else None
@@ -63,7 +65,7 @@ def percent(number: float | None) -> str:
 
 
 def table(before: Sets, after: Sets, forced_sets: Mapping[str, Sets]) -> str:
-  """Exact match x 100 by set and hops, columns only for what was measured; an empty string for no set at all."""
+  """Exact match x 100 by set and hops, columns only for what was measured; nothing for no set at all."""
   names = sorted(after | before, key=lambda name: (name != HELD_OUT, name != SECOND, name))
   if not names:
     return ""
@@ -72,16 +74,18 @@ def table(before: Sets, after: Sets, forced_sets: Mapping[str, Sets]) -> str:
   counted = any(value(s, "count") is not None for s in (before | after).values())
   # What a phone shows without scrolling comes first.
   head = ["questions"] + ["warm start"] * bool(before) + ["trained"] + ["gain"] * bool(before)
-  head += [f"forced to {count}" for count in forced_sets] + ["F1"] * f1 + ["searches"] * searches + ["number"] * counted
+  head += [f"forced to {count}" for count in forced_sets]
+  head += ["F1"] * f1 + ["searches"] * searches + ["number"] * counted
   body = []
   for name in names:
     hops = sorted({h for sets in (before, after) for h in _hops(sets.get(name))})
     for hop in [None] + hops:
-      label = html.escape(title(name)) if hop is None else f"{html.escape(hop)} hop{'s' * (hop != '1')}"
-      cells = _cells(before.get(name), after.get(name), [sets.get(name) for sets in forced_sets.values()], hop,
-                     bool(before), f1, searches, counted)
+      label = visible(title(name)) if hop is None else f"{visible(hop)} hop{'s' * (hop != '1')}"
+      fixed = [sets.get(name) for sets in forced_sets.values()]
+      cells = _cells(before.get(name), after.get(name), fixed, hop, bool(before), f1, searches, counted)
       body.append(f'<tr class="{"set" if hop is None else "hop"}"><th>{label}</th>{cells}</tr>')
-  return (f'<div class="scroll"><table><thead><tr>{"".join(f"<th>{h}</th>" for h in map(html.escape, head))}</tr></thead>'
+  head = "".join(f"<th>{visible(name)}</th>" for name in head)
+  return (f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
           f'<tbody>{"".join(body)}</tbody></table></div>')
 
 
@@ -89,7 +93,7 @@ def title(name: str) -> str:
   return name.replace("_", " ").capitalize()
 
 
-def _cells(before, after, forced_scores, hop, with_before: bool, f1: bool, searches: bool, counted: bool) -> str:
+def _cells(before, after, forced_scores, hop, with_before, f1, searches, counted) -> str:
   first, last = value(before, hops=hop), value(after, hops=hop)
   count = value(after, "count", hop) or value(before, "count", hop)
   fixed = [value(score, hops=hop) for score in forced_scores]
@@ -99,11 +103,13 @@ def _cells(before, after, forced_scores, hop, with_before: bool, f1: bool, searc
   cells = [f"<td>{percent(first)}</td>"] * with_before
   cells.append(f'<td class="trained" style="--share:{share:.1f}%">{percent(last)}</td>')
   cells += [f"<td>{'–' if gain is None else f'{gain:+.1f}'}</td>"] * with_before
-  cells += [f'<td{" class=best" if score is not None and score == best else ""}>{percent(score)}</td>' for score in fixed]
+  cells += ["<td>–</td>" if score is None else
+            f'<td{" class=best" * (score == best)}>{percent(score)}</td>' for score in fixed]
   cells += [f'<td>{percent(value(after, "f1", hop))}</td>'] * f1
   if searches:
     counts = [value(before, "searches_mean", hop), value(after, "searches_mean", hop)]
-    cells.append(f'<td>{" → ".join("–" if c is None else f"{c:.2f}" for c in counts if c is not None) or "–"}</td>')
+    shown = " → ".join(f"{count:.2f}" for count in counts if count is not None)
+    cells.append(f"<td>{shown or '–'}</td>")
   cells += [f"<td>{count:,.0f}</td>" if count else "<td>–</td>"] * counted
   return "".join(cells)
 

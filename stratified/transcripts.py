@@ -1,4 +1,4 @@
-"""A rollout of trajectories/step_NNNNNN.jsonl as HTML that a person can read. Every text is hostile until escaped."""
+"""A rollout of trajectories/step_NNNNNN.jsonl as HTML for people. Every text is hostile until escaped."""
 
 from collections.abc import Mapping, Sequence
 import html
@@ -48,7 +48,8 @@ def choose(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str
   """At most `count` rollouts that differ in stratum and success, the first of each kind, strata in order."""
   kinds = {}
   for record in records:
-    kinds.setdefault((record.get("fault") is not None, str(record.get("stratum")), _number(record, "reward") > 0), record)
+    kind = (record.get("fault") is not None, str(record.get("stratum")), _number(record, "reward") > 0)
+    kinds.setdefault(kind, record)
   wins = [kinds[key] for key in sorted(kinds) if key[2]]
   losses = [kinds[key] for key in sorted(kinds) if not key[2]]
   turns = [record for pair in zip(wins, losses) for record in pair]
@@ -75,9 +76,11 @@ def render(record: Mapping[str, Any], is_open: bool = False) -> str:
   segments = record.get("segments")
   segments = segments if isinstance(segments, list) else []
   body = "".join(_segment(segment) for segment in segments if isinstance(segment, Mapping))
-  return (f'<details class="roll"{" open" if is_open else ""}><summary><b class="text">{visible(record.get("question"))}'
-          f'</b><div class="chips">{facts}</div><div class="said">{said} · correct: <span class="text">{visible(golden)}'
-          f'</span></div></summary><div class="body">{body or "<p>no segments recorded</p>"}</div></details>')
+  correct = f'<span class="text">{visible(golden)}</span>'
+  return (f'<details class="roll"{" open" if is_open else ""}><summary>'
+          f'<b class="text">{visible(record.get("question"))}</b>'
+          f'<div class="chips">{facts}</div><div class="said">{said} · correct: {correct}</div></summary>'
+          f'<div class="body">{body or "<p>no segments recorded</p>"}</div></details>')
 
 
 def _segment(segment: Mapping[str, Any]) -> str:
@@ -91,7 +94,9 @@ def _segment(segment: Mapping[str, Any]) -> str:
   if origin == "prompt":
     return f'<details class="seg"><summary>prompt · {size}</summary>{shown}</details>'
   titles = [title.strip(" \"'") for title in _TITLE.findall(text)]
-  summary = f'{_count(len(titles), "passage", "passages")}: {visible(" · ".join(titles))}' if titles else "observation"
+  summary = "observation"
+  if titles:
+    summary = f'{_count(len(titles), "passage", "passages")}: {visible(" · ".join(titles))}'
   is_open = " open" if len(text) <= _SHORT and not titles else ""
   return f'<details class="seg observation"{is_open}><summary>{summary} · {size}</summary>{shown}</details>'
 
@@ -100,7 +105,7 @@ def _highlight(escaped: str, by_policy: bool) -> str:
   """Marks tags, and the policy's queries and answers, in text that is escaped already."""
   css = {"search": "query", "tool_call": "query", "answer": "reply"}
   if by_policy:
-    escaped = _INSIDE.sub(lambda m: f'{m[1]}<span class="{css[m[2]]}">{m[3]}</span>' if m[3] else m[1], escaped)
+    escaped = _INSIDE.sub(lambda m: f'{m[1]}<span class="{css[m[2]]}">{m[3]}</span>', escaped)
   return _TAG.sub(lambda m: f'<span class="tag {m[2]}">&lt;{m[1]}{m[2]}&gt;</span>', escaped)
 
 

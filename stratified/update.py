@@ -6,6 +6,7 @@ anything is a traced number: short batches cost less, and the step still compile
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 
@@ -55,10 +56,12 @@ def supervised(logp, entropy, reference_logp, advantage, micro):
   return -logp, {"warm_start/loss": -logp, "policy/entropy": entropy}, {}
 
 
-def make_update(config: decoder.DecoderConfig, optimizer: optax.GradientTransformation, *, token_loss: TokenLoss,
+def make_update(mesh, config: decoder.DecoderConfig, optimizer: optax.GradientTransformation, *, token_loss: TokenLoss,
                 advantage: Callable | None = None, num_strata: int = 1, aggregation: str = "token_mean",
                 max_tokens: int = 1, temperature: float = 1.0, chunk: int | None = None):
-  """The jitted step (state, batch) -> (state, stats); the state's buffers are reused, so the old one is gone.
+  """The step (state, batch) -> (state, stats) on `mesh`; the state's buffers are reused, so the old one is gone.
+
+  It is jitted once; `step.lower(state, batch)` gives what a compiler sees.
 
   advantage: (reward_qk, stratum_qk, valid_qk, step) -> [Q, K]; None gives every trajectory 1 (supervision).
   A non-finite loss or gradient leaves parameters and optimizer as they were and counts in `update/skipped`
@@ -80,7 +83,23 @@ def make_update(config: decoder.DecoderConfig, optimizer: optax.GradientTransfor
     stats["update/skipped"] = 1.0 - finite
     return state, stats | {"advantage_qk": advantage_qk}
 
-  return jax.jit(step, donate_argnums=0)
+  return OnMesh(mesh, jax.jit(step, donate_argnums=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+  """A jitted function that always runs under its mesh, while the caller (a sampler, say) stays outside."""
+
+  mesh: Any
+  jitted: Any
+
+  def __call__(self, *args):
+    with jax.set_mesh(self.mesh):
+      return self.jitted(*args)
+
+  def lower(self, *args):
+    with jax.set_mesh(self.mesh):
+      return self.jitted.lower(*args)
 
 
 def _flat(x_qk):
@@ -163,3 +182,17 @@ def init_state(mesh, config: decoder.DecoderConfig, params, optimizer, *, with_r
     zero = jax.device_put(jnp.zeros((), jnp.int32), sharding.named(mesh, ()))
     return TrainState(step=zero, params=params, opt_state=opt_state, reference=reference,
                       skipped_in_a_row=jnp.copy(zero))
+
+
+def abstract_state(mesh, config: decoder.DecoderConfig, optimizer, *, with_reference: bool) -> TrainState:
+  """The state's shapes, dtypes and shardings, nothing allocated: what a checkpoint is restored into."""
+  table = decoder.weights(config)
+  params = {name: jax.ShapeDtypeStruct(w.shape, jnp.float32, sharding=sharding.named(mesh, w.axes))
+            for name, w in table.items()}
+  with jax.set_mesh(mesh):
+    shapes = jax.eval_shape(optimizer.init, params)
+  opt_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, x.sharding.spec if x.sharding else P())), shapes)
+  scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.named(mesh, ()))
+  return TrainState(step=scalar, params=params, opt_state=opt_state, reference=params if with_reference else None,
+                    skipped_in_a_row=scalar)

@@ -23,13 +23,19 @@ OPTIONS = {
     "shrunk": [dict(kappa=0.0), dict(kappa=1.5)],
     "two_term": [dict(lam=0.0), dict(lam=0.4), dict(lam=1.0)],
 }
-CASES = [(name, options) for name in reference.GROUP for options in OPTIONS.get(name, [{}])]
-_ids = lambda case: case[0] + "".join(f"-{key}={value}" for key, value in case[1].items())
+CASES = {name + "".join(f" {key}={value}" for key, value in options.items()): (name, options)
+         for name in reference.GROUP for options in OPTIONS.get(name, [{}])}
 
 
-def batched(name, **options):
-  one = lambda r, s, m: getattr(advantages, name)(r, s, num_strata=STRATA, mask_k=m, **options)
-  return jax.jit(jax.vmap(one))
+@jax.jit
+def every(reward, stratum, mask, eps=1e-6, ddof=0):
+  """{case: advantages [Q, K]} of every estimator with each of its options: one compilation for a shape and dtype."""
+  def of(name, options):
+    kernel = getattr(advantages, name)
+    return jax.vmap(lambda r, s, m: kernel(r, s, num_strata=STRATA, mask_k=m, eps=eps, ddof=ddof, **options))(
+        reward, stratum, mask)
+
+  return {case: of(*choice) for case, choice in CASES.items()}
 
 
 def groups(num, samples, seed=0, levels=4):
@@ -45,68 +51,59 @@ def groups(num, samples, seed=0, levels=4):
   return reward, stratum, mask
 
 
-def expected(name, reward, stratum, mask, **options):
-  return np.array([reference.GROUP[name](r, s, m, **options) for r, s, m in zip(reward, stratum, mask)])
+def expected(case, reward, stratum, mask, **options):
+  name, own = CASES[case]
+  return np.array([reference.GROUP[name](r, s, m, **own, **options) for r, s, m in zip(reward, stratum, mask)])
 
 
-@pytest.mark.parametrize("case", CASES, ids=_ids)
 @pytest.mark.parametrize("samples", [8, 20])
-def test_equals_the_reference_in_float64(case, samples):
-  name, options = case
+def test_equals_the_reference_in_float64(samples):
   reward, stratum, mask = groups(60, samples)
   with jax.enable_x64(True):
     for ddof in (0, 1):
-      got = np.asarray(batched(name, ddof=ddof, eps=1e-3, **options)(reward, stratum, mask))
-      assert got.dtype == np.float64
-      np.testing.assert_allclose(got, expected(name, reward, stratum, mask, ddof=ddof, eps=1e-3, **options),
-                                 rtol=1e-12, atol=1e-12)
+      for case, got in every(reward, stratum, mask, 1e-3, ddof).items():
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(np.asarray(got), expected(case, reward, stratum, mask, eps=1e-3, ddof=ddof),
+                                   rtol=1e-12, atol=1e-12, err_msg=case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=_ids)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-def test_narrow_rewards_accumulate_in_float32(case, dtype):
-  name, options = case
+def test_narrow_rewards_accumulate_in_float32(dtype):
   reward, stratum, mask = groups(60, 8, seed=1, levels=7)
   reward = jnp.asarray(reward).astype(dtype)
-  got = batched(name, **options)(reward, stratum, jnp.asarray(mask, jnp.float32))
-  assert got.dtype == jnp.float32
-  want = expected(name, np.asarray(reward.astype(jnp.float32), np.float64), stratum, mask, **options)
-  np.testing.assert_allclose(got, want, rtol=3e-6, atol=3e-6)
+  exact = np.asarray(reward.astype(jnp.float32), np.float64)
+  for case, got in every(reward, stratum, jnp.asarray(mask, jnp.float32)).items():
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected(case, exact, stratum, mask), rtol=3e-6, atol=3e-6, err_msg=case)
 
 
-@pytest.mark.parametrize("name", ["gn", "san", "blend", "san_rms", "stratified", "centered", "loo", "stratified_loo"])
 @pytest.mark.parametrize("samples", [8, 20])
 @pytest.mark.parametrize("scale,offset", [(1e-8, 0), (1e-4, 0), (1e4, 0), (1e8, 0), (1, 1e6), (1e8, -1e8)])
-def test_scales_and_offsets(name, samples, scale, offset):
+def test_scales_and_offsets(samples, scale, offset):
   reward, stratum, mask = groups(60, samples, seed=2, levels=5)
   reward = (np.random.default_rng(3).normal(size=reward.shape) * (reward > 0) * scale + offset).astype(np.float32)
-  got = np.asarray(batched(name)(reward, stratum, mask.astype(np.float32)), np.float64)
-  want = expected(name, reward.astype(np.float64), stratum, mask)
-  # Relative to the group's own spread: two-pass sums lose nothing to the offset.
-  size = np.maximum(np.abs(want).max(axis=1, keepdims=True), 1e-30)
-  assert np.abs((got - want) / size).max() < 1e-5
+  for case, got in every(reward, stratum, mask.astype(np.float32)).items():
+    want = expected(case, reward.astype(np.float64), stratum, mask)
+    # Relative to the group's own advantages: two-pass sums of differences lose nothing to the offset.
+    size = np.maximum(np.abs(want).max(axis=1, keepdims=True), 1e-30)
+    assert np.abs((got - want) / size).max() < 1e-5, case
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] != "reinforce"], ids=_ids)
 @pytest.mark.parametrize("samples", [7, 8, 23])
-def test_constant_rewards_give_exactly_zero(case, samples):
-  name, options = case
+def test_constant_rewards_give_exactly_zero(samples):
   # 0.1 in float32: the mean of seven of them is not 0.1.
-  for value in (0.1, 1 / 3, 1e-8, 16777217.3, -7e7):
-    reward = np.full((5, samples), value, np.float32)
-    stratum = np.random.default_rng(0).integers(0, STRATA, reward.shape)
-    for eps in (0.0, 1e-6):
-      got = batched(name, eps=eps, **options)(reward, stratum, np.ones_like(reward))
-      np.testing.assert_array_equal(np.asarray(got), 0)
+  values = np.array([0.1, 1 / 3, 1e-8, 16777217.3, -7e7], np.float32)
+  reward = np.repeat(values[:, None], samples, axis=1)
+  stratum = np.random.default_rng(0).integers(0, STRATA, reward.shape)
+  for eps in (0.0, 1e-6):
+    for case, got in every(reward, stratum, np.ones_like(reward), eps).items():
+      np.testing.assert_array_equal(np.asarray(got), reward if case == "reinforce" else 0, err_msg=case)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] != "reinforce"], ids=_ids)
-def test_a_group_of_one_gets_zero_and_not_its_reward(case):
-  name, options = case
-  got = batched(name, **options)(np.ones((1, 1), np.float32), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
-  assert float(got[0, 0]) == 0
-  lone = batched(name, **options)(np.ones((1, 8), np.float32), np.zeros((1, 8), np.int32), np.eye(1, 8, dtype=np.float32))
-  np.testing.assert_array_equal(np.asarray(lone), 0)
+def test_a_group_of_one_gets_zero_and_not_its_reward():
+  for mask in (np.ones((1, 1), np.float32), np.eye(1, 8, dtype=np.float32)):
+    for case, got in every(np.ones_like(mask), np.zeros_like(mask, dtype=np.int32), mask).items():
+      np.testing.assert_array_equal(np.asarray(got), mask if case == "reinforce" else 0, err_msg=case)
 
 
 def test_singletons_are_zero_and_never_nan():
@@ -144,21 +141,21 @@ def test_golden_group():
 def test_masked_rewards_are_never_read_and_order_does_not_matter(reward, stratum, mask, order):
   r, s, m = np.array([reward], np.float32), np.array([stratum], np.int32), np.array([mask], np.float32)
   poisoned = np.where(m > 0, r, np.nan).astype(np.float32)
-  for name, run in _EVERY.items():
-    got = np.asarray(run(r, s, m))
-    np.testing.assert_array_equal(got, np.asarray(run(poisoned, np.where(m > 0, s, 0).astype(np.int32), m)), err_msg=name)
-    np.testing.assert_array_equal(got[m == 0], 0)
-    shuffled = np.asarray(run(r[:, order], s[:, order], m[:, order]))
-    np.testing.assert_allclose(shuffled, got[:, order], rtol=1e-3, atol=1e-3 * (1 + np.abs(got).max()), err_msg=name)
-
-
-_EVERY = {name: batched(name) for name in reference.GROUP}
+  clean, read = every(r, s, m), every(poisoned, np.where(m > 0, s, 0).astype(np.int32), m)
+  shuffled = every(r[:, order], s[:, order], m[:, order])
+  for case, got in clean.items():
+    got = np.asarray(got)
+    np.testing.assert_array_equal(got, np.asarray(read[case]), err_msg=case)
+    np.testing.assert_array_equal(got[m == 0], 0, err_msg=case)
+    np.testing.assert_allclose(np.asarray(shuffled[case]), got[:, order], rtol=1e-3,
+                               atol=1e-3 * (1 + np.abs(got).max()), err_msg=case)
 
 
 def test_san_matched_to_gn_has_its_root_mean_square():
   reward, stratum, mask = groups(60, 8, seed=4, levels=2)
   rms = lambda x: np.sqrt(np.sum(np.asarray(x) ** 2, axis=-1))
-  san, gn, matched = (batched(name)(reward, stratum, mask) for name in ("san", "gn", "san_rms"))
+  advantage = every(reward, stratum, mask)
+  san, gn, matched = (advantage[name] for name in ("san", "gn", "san_rms"))
   some = rms(san) > 0
   np.testing.assert_allclose(rms(matched)[some], rms(gn)[some], rtol=1e-5)
   np.testing.assert_array_equal(rms(matched)[~some], 0)
@@ -238,15 +235,17 @@ def test_gigpo_without_repeated_states_is_gn_on_every_turn():
 
 def test_alpha_schedules():
   reward, stratum, mask = groups(12, 8, seed=7)
-  at = lambda step, **options: np.asarray(
-      jax.jit(advantages.make("blend", num_strata=STRATA, **options))(reward, stratum, mask, step))
-  annealed = dict(alpha=1.0, alpha_end=0.0, alpha_steps=10)
+  make = lambda **options: jax.jit(advantages.make("blend", num_strata=STRATA, **options))
+  at = lambda step, **options: np.asarray(make(**options)(reward, stratum, mask, step))
+  annealed = make(alpha=1.0, alpha_end=0.0, alpha_steps=10)
+  function = make(alpha=lambda step: 1 - jnp.minimum(step, 10) / 10)
   for step, alpha in ((0, 1.0), (4, 0.6), (10, 0.0), (99, 0.0)):
-    np.testing.assert_allclose(at(step, **annealed), at(0, alpha=alpha), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(at(step, alpha=lambda step: 1 - jnp.minimum(step, 10) / 10), at(0, alpha=alpha),
-                               rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(at(0, alpha=1.0), batched("san")(reward, stratum, mask), rtol=1e-6, atol=1e-7)
-  np.testing.assert_allclose(at(0, alpha=0.0), batched("gn")(reward, stratum, mask), rtol=1e-6, atol=1e-7)
+    constant = np.array([reference.blend(*group, alpha=alpha) for group in zip(reward, stratum, mask)])
+    np.testing.assert_allclose(annealed(reward, stratum, mask, step), constant, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(function(reward, stratum, mask, step), constant, rtol=1e-5, atol=1e-5)
+  advantage = every(reward, stratum, mask)
+  np.testing.assert_allclose(at(0, alpha=1.0), advantage["san"], rtol=1e-6, atol=1e-7)
+  np.testing.assert_allclose(at(0, alpha=0.0), advantage["gn"], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name,options,words", [
@@ -302,28 +301,35 @@ from stratified import advantages, theory
 import reference
 
 rng = np.random.default_rng(0)
-report = {}
-for axis_type in (AxisType.Auto, AxisType.Explicit):
+make = lambda name, **options: advantages.make(name, num_strata=4, **options)
+group = {name: make(name) for name in reference.GROUP}
+batch = {"reinforce_batch": make("reinforce_batch"), "gn_batch": make("gn_batch")}
+batch |= {name + " over batch": make(name, over="batch") for name in ("san", "stratified_loo", "blend")}
+group_run = lambda r, s, m: {name: estimate(r, s, m, 0) for name, estimate in group.items()}
+def whole_run(r, s, m):
+  san = group["san"](r, s, m, 0)
+  return (group_run(r, s, m), {name: estimate(r, s, m, 0) for name, estimate in batch.items()},
+          theory.diagnostics(r, s, m, san, num_strata=4))
+def collectives(run, arrays):
+  text = jax.jit(run).lower(*arrays).compile().as_text()
+  ops = re.findall(r"= .*? ([a-z-]+)\\(", text)
+  return [op for op in ops if re.match("all-|collective|reduce-scatter|send|recv", op)]
+
+report = dict(errors=[], group=[], batch={}, devices=[])
+for axis_type, samples in ((AxisType.Auto, 8), (AxisType.Explicit, 8), (AxisType.Explicit, 20)):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-  for samples in (8, 20):
-    arrays = (rng.integers(0, 3, (16, samples)).astype("float32"), rng.integers(0, 4, (16, samples)).astype("int32"),
-              (rng.random((16, samples)) < 0.8).astype("float32"))
-    choices = [(name, {}) for name in [*reference.GROUP, "reinforce_batch", "gn_batch"]]
-    choices += [(name, {"over": "batch"}) for name in ("gn", "san", "stratified_loo", "centered")]
-    for name, options in choices:
-      estimate = advantages.make(name, num_strata=4, **options)
-      run = lambda r, s, m: (estimate(r, s, m, 0), theory.diagnostics(r, s, m, estimate(r, s, m, 0), num_strata=4))
-      alone, stats = jax.jit(run)(*arrays)
-      with jax.set_mesh(mesh):
-        split = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arrays]
-        compiled = jax.jit(lambda r, s, m: estimate(r, s, m, 0)).lower(*split).compile()
-        together, stats_together = jax.jit(run)(*split)
-        assert len(compiled(*split).sharding.device_set) == 8
-      error = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in
-                  zip(jax.tree.leaves((alone, stats)), jax.tree.leaves((together, stats_together))))
-      ops = re.findall(r"= .*? ([a-z-]+)\\(", compiled.as_text())
-      collectives = [op for op in ops if re.match("all-|collective|reduce-scatter|send|recv", op)]
-      report[f"{axis_type.name} {samples} {name} {options.get('over', '')}".strip()] = error, collectives
+  arrays = (rng.integers(0, 3, (16, samples)).astype("float32"), rng.integers(0, 4, (16, samples)).astype("int32"),
+            (rng.random((16, samples)) < 0.8).astype("float32"))
+  alone = jax.jit(whole_run)(*arrays)
+  with jax.set_mesh(mesh):
+    split = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arrays]
+    together = jax.jit(whole_run)(*split)
+    report["devices"].append(len(together[0]["san"].sharding.device_set))
+    report["group"] += collectives(group_run, split)
+    for name, estimate in batch.items():
+      report["batch"][f"{axis_type.name} {samples} {name}"] = collectives(lambda r, s, m: estimate(r, s, m, 0), split)
+  report["errors"] += [float(np.abs(np.asarray(a) - np.asarray(b)).max())
+                       for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(together))]
 print(json.dumps(report))
 """
 
@@ -334,13 +340,11 @@ def test_sharded_questions_equal_one_device_without_a_collective():
   result = subprocess.run([sys.executable, "-c", _SHARDED], env=environment, capture_output=True, text=True)
   assert result.returncode == 0, result.stderr[-3000:]
   report = json.loads(result.stdout.splitlines()[-1])
-  assert len(report) == 72
-  for choice, (error, collectives) in report.items():
-    assert error < 2e-6, (choice, error)
-    if "batch" not in choice:
-      assert not collectives, (choice, collectives)
-      continue
-    # Sums and counts of the batch, then squared deviations; a minimum before them where the mean is centred first.
+  assert report["devices"] == [8, 8, 8]
+  assert len(report["errors"]) > 80 and max(report["errors"]) < 2e-6
+  assert not report["group"]
+  assert len(report["batch"]) == 15
+  for choice, collectives in report["batch"].items():
+    # At most one for each pass: counts and minima, sums, squared deviations. Never a gather of the samples.
     assert set(collectives) == {"all-reduce"}, (choice, collectives)
-    passes = 1 if "gn_batch" in choice else 2 if "centered" in choice or "loo" in choice else 3
-    assert len(collectives) <= 2 * passes, (choice, collectives)
+    assert len(collectives) <= 4, (choice, collectives)

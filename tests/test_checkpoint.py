@@ -22,7 +22,8 @@ from stratified.types import TrainState
 def make_state(seed=0, size=64):
   keys = jax.random.split(jax.random.key(seed), 3)
   params = {
-      "layers": {"kernel": jax.random.normal(keys[0], (2, size, 8)), "scale": jnp.full((3,), 1 / 3, jnp.bfloat16)},
+      "layers": {"kernel": jax.random.normal(keys[0], (2, size, 8)),
+                 "scale": jnp.full((3,), 1 / 3, jnp.bfloat16)},
       "embedding": jax.random.normal(keys[1], (size, 4)),
   }
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.0, 1e-3, 10)))
@@ -96,7 +97,7 @@ with checkpoint.Checkpointer(sys.argv[1], every=1, keep=1) as checkpointer:
 
 
 def _kill_while_saving(workdir, after):
-  """Starts a process that saves step after step and kills it while a checkpoint beyond `after` is half-written."""
+  """Starts a process that saves step after step, kills it while one beyond `after` is half-written."""
   process = subprocess.Popen([sys.executable, "-c", KILLED, str(workdir), str(pathlib.Path(__file__).parent)])
   folder = workdir / "checkpoints"
   deadline = time.monotonic() + 60
@@ -150,7 +151,8 @@ for i, saved in enumerate(states):
     checkpointer.save(1, saved)
     for wanted in states:
       restored, _ = checkpointer.restore_latest(checkpoint.abstract(wanted))
-      jax.tree.map(lambda a, b: a.sharding == b.sharding or sys.exit(f"{a.sharding} is not {b.sharding}"), restored, wanted)
+      for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted)):
+        assert a.sharding == b.sharding, f"{a.sharding} is not {b.sharding}"
       assert_same_bits(restored, make_state(5))
 print("all nine")
 """
@@ -245,7 +247,8 @@ def test_what_changes_the_result_is_refused_with_both_values_and_the_file_stays(
   with pytest.raises(ValueError) as caught:
     checkpoint.check_config(tmp_path, after)
   message = str(caught.value)
-  for line in ("advantage.alpha: 0.6 in the workdir, 0.8 now", 'advantage.name: "blend" in the workdir, absent now',
+  for line in ("advantage.alpha: 0.6 in the workdir, 0.8 now",
+               'advantage.name: "blend" in the workdir, absent now',
                'new.name: absent in the workdir, "x" now', "num_steps: 100 in the workdir, 50 now",
                "seed: 0 in the workdir, 0.5 now", "Use a new --workdir"):
     assert line in message

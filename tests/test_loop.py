@@ -3,7 +3,7 @@
 Ends of a rollout: answer at once; answer after searches; last turn spent on a search that comes too late;
   last turn spent on nothing; total budget full in a turn; no room for an observation, for the correction.
 Turns: search with hits; search without hits; empty query; no tag at all; unclosed tag; turn cut at its
-  length; end-of-text token; empty generation; text after the closing tag in its last token; a tag opened twice;
+  length; end-of-text token; empty generation; text after the closing tag in its token; a tag opened twice;
   an answer left open before a search; the wrong closing tag.
 Observations: whole; passages dropped whole; first passage cut at a token, at a character; tags neutralised.
 Forced searches: 0 to max_turns; a forced turn left open, with and without room to close it.

@@ -75,7 +75,8 @@ def test_a_later_trajectory_file_goes_even_if_no_row_was_written_for_it(tmp_path
   assert names == ["notes.txt", "step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 4, "reward/mea', '{"step": 4, "reward/mean": 0.1}', '{"step": 4, "rew\n', "\0\0"])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 4, "reward/mea', '{"step": 4, "reward/mean": 0.1}', '{"step": 4, "rew\n', "\0\0"])
 def test_a_half_written_last_line_is_dropped(tmp_path, torn):
   _run(tmp_path, range(1, 4))
   with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -99,7 +100,8 @@ def test_without_a_checkpoint_only_the_finished_warm_start_is_kept(tmp_path):
       writer.write({"step": 0, "eval/exact_match": 0.1})
   write()
   metrics.Writer(tmp_path, warm_start_step=2).close()
-  assert _rows(tmp_path) == [{"warm_start/step": 1, "warm_start/loss": 1.0}, {"warm_start/step": 2, "warm_start/loss": 0.5}]
+  assert _rows(tmp_path) == [
+      {"warm_start/step": 1, "warm_start/loss": 1.0}, {"warm_start/step": 2, "warm_start/loss": 0.5}]
   metrics.Writer(tmp_path).close()
   assert not _rows(tmp_path)
 
@@ -121,7 +123,8 @@ def test_what_is_not_finite_is_null_and_named(tmp_path):
   assert _rows(tmp_path) == [{
       "step": 1, "grad/norm": None, "loss/policy": None, "reward/mean": 0.0,
       "not_finite": {"grad/norm": "inf", "loss/policy": "nan"}}]
-  assert metrics.read_rows(metrics.trajectory_path(tmp_path, 1))[0] == [{"advantage": None, "segments": [{"x": 0.5}]}]
+  records, _ = metrics.read_rows(metrics.trajectory_path(tmp_path, 1))
+  assert records == [{"advantage": None, "segments": [{"x": 0.5}]}]
 
 
 def test_steps_never_go_back_not_even_across_a_resume(tmp_path):
@@ -161,7 +164,8 @@ def test_a_trajectory_becomes_one_object_with_every_segment_as_text():
       sample=3,
       segments=(Segment((1, 2), "prompt"), Segment((3,), "policy", (-0.5,)), Segment((4, 5), "observation"),
                 Segment((6,), "policy", (-0.25,))),
-      turns=(Turn("search", "…", (Search("ada born", "hit", ("p1", "p2")), Search("", "empty"))), Turn("answer", "…")),
+      turns=(Turn("search", "…", (Search("ada born", "hit", ("p1", "p2")), Search("", "empty"))),
+             Turn("answer", "…")),
       answer="London",
   )
   record = metrics.trajectory_record(
@@ -169,8 +173,10 @@ def test_a_trajectory_becomes_one_object_with_every_segment_as_text():
   assert json.loads(json.dumps(record)) == {
       "question_id": "q7", "question": "Where was Ada born?", "golden_answers": ["London", "London, England"],
       "source": "made-up", "hops": 1, "sample": 3,
-      "segments": [{"origin": "prompt", "text": "ab", "tokens": 2}, {"origin": "policy", "text": "c", "tokens": 1},
-                   {"origin": "observation", "text": "de", "tokens": 2}, {"origin": "policy", "text": "f", "tokens": 1}],
+      "segments": [
+          {"origin": "prompt", "text": "ab", "tokens": 2}, {"origin": "policy", "text": "c", "tokens": 1},
+          {"origin": "observation", "text": "de", "tokens": 2},
+          {"origin": "policy", "text": "f", "tokens": 1}],
       "turns": [{"action": "search", "searches": [
           {"query": "ada born", "outcome": "hit", "passage_ids": ["p1", "p2"]},
           {"query": "", "outcome": "empty", "passage_ids": []}]}, {"action": "answer", "searches": []}],

@@ -74,6 +74,7 @@ def test_nothing_done_and_no_time_passed_is_no_error():
   assert stream.getvalue() == "questions 0/0  took 0 s\n"
 
 
-@pytest.mark.parametrize("seconds, text", [(0.4, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+@pytest.mark.parametrize(
+    "seconds, text", [(0.4, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
 def test_durations_read_as_a_person_says_them(seconds, text):
   assert duration(seconds) == text

@@ -45,6 +45,7 @@ class DecoderConfig:
   dtype: str = "float32"
   remat: str = "none"
   attention: str = "library"
+  unroll: int = 1
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -153,7 +154,7 @@ def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment
   if REMAT[config.remat]:
     layer = jax.checkpoint(layer, policy=REMAT[config.remat])
   x = lookup(params["embed"], token_rt).astype(config.dtype)
-  x, _ = jax.lax.scan(layer, x, {name: params[name] for name in names})
+  x, _ = jax.lax.scan(layer, x, {name: params[name] for name in names}, unroll=config.unroll)
   return norm(x, params["final_norm"], config.norm_eps)
 
 

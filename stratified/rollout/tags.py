@@ -130,8 +130,8 @@ def search_r1(render: Callable[[str], str] | None = None) -> SearchTags:
 def few_shot(render: Callable[[str], str] | None = None) -> SearchTags:
   """A short instruction and two worked examples, for a small real model that has not learnt the format.
 
-  Best without a chat template: SmolLM2-135M-Instruct continues the examples, but inside its template it answers in
-  plain words.
+  Best without a chat template: SmolLM2-135M-Instruct continues the examples, but inside its template
+  it answers in plain words.
   """
   return SearchTags(template=prompts.FEW_SHOT, render=render, before="\n", after="\n")
 

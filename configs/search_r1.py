@@ -1,0 +1,213 @@
+"""Search-R1's task and the settings of Stratified GRPO (arXiv 2510.06214).
+
+    python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny
+
+Presets, after the colon: `tiny` (none means this; two CPU cores, ten minutes), `smollm2` (real weights, real
+questions), `base` and `instruct` (Qwen2.5-3B as in the paper). Any field can be given on the command line:
+`--config.advantage.alpha=0.4`.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
+  changes = {"tiny": _tiny, "smollm2": _smollm2, "base": _base, "instruct": _instruct}
+  if preset not in changes:
+    raise ValueError(f"preset {preset!r} is unknown; choose one of {sorted(changes)}, as in configs/search_r1.py:tiny")
+  config = _common()
+  changes[preset](config)
+  return config
+
+
+def _common() -> ml_collections.ConfigDict:
+  """The paper's settings; presets change what they must."""
+  c = ml_collections.ConfigDict()
+  c.seed = 0
+  c.num_steps = 200
+
+  c.policy = ml_collections.ConfigDict()
+  c.policy.checkpoint = ""  # a Hugging Face directory; empty builds the tiny decoder of the sizes below
+  c.policy.dtype = "float32"
+  c.policy.remat = "none"  # none, dots, full
+  c.policy.unroll = 1  # layers per iteration of the scan over layers
+  c.policy.attention = "auto"  # library, folded; auto is folded on CPU
+  c.policy.logit_chunk = 0  # positions of a row whose logits exist at once; 0 is all
+
+  c.data = ml_collections.ConfigDict()
+  c.data.name = "files"  # encyclopedia, files
+  c.data.questions = ""  # file or folder (FlashRAG JSONL, verl parquet)
+  c.data.corpus = ""  # JSONL, plain or .gz
+  c.data.split = "train"
+  c.data.held_out_split = "dev"
+  c.data.questions_per_step = 256
+
+  c.rollout = ml_collections.ConfigDict()
+  c.rollout.samples_per_question = 8
+  c.rollout.max_turns = 4
+  c.rollout.max_turn_tokens = 500
+  c.rollout.max_observation_tokens = 500
+  c.rollout.max_tokens = 4096
+  c.rollout.answer_tokens = 32
+  c.rollout.topk = 3
+  c.rollout.temperature = 1.0
+  c.rollout.top_p = 1.0
+  c.rollout.protocol = "search_r1"  # search_r1, few_shot, short
+  c.rollout.max_staleness = 0
+
+  c.sampler = ml_collections.ConfigDict()
+  c.sampler.name = "jax"
+  c.sampler.lanes = 64
+  c.sampler.block = 16
+  c.sampler.rows = 16
+
+  c.retriever = ml_collections.ConfigDict()
+  c.retriever.name = "bm25"
+
+  c.advantage = ml_collections.ConfigDict()
+  c.advantage.name = "blend"
+  c.advantage.alpha = 0.6
+  c.advantage.eps = 1e-6
+  c.advantage.ddof = 0
+  c.advantage.options = ml_collections.ConfigDict()  # further keywords of the estimator, as alpha_end, kappa, lam
+
+  c.strata = ml_collections.ConfigDict()
+  c.strata.name = "searches"
+  c.strata.cap = 4
+
+  c.loss = ml_collections.ConfigDict()
+  c.loss.clip_ratio = 0.2
+  c.loss.kl_coefficient = 0.001
+  c.loss.kl_estimator = "k3"  # k1, k2, k3
+  c.loss.aggregation = "token_mean"  # token_mean, sequence_mean, constant
+  c.loss.old_log_probs = "trainer"  # trainer, sampler
+  c.loss.importance_cap = 0.0  # truncated importance sampling of the sampler's gap; 0 is off
+
+  c.optimizer = ml_collections.ConfigDict()
+  c.optimizer.name = "adamw"
+  c.optimizer.learning_rate = 1e-6
+  c.optimizer.warmup_ratio = 0.1
+  c.optimizer.weight_decay = 0.0
+  c.optimizer.clip_norm = 1.0
+  c.optimizer.b1 = 0.9
+  c.optimizer.b2 = 0.999
+
+  c.packing = ml_collections.ConfigDict()
+  c.packing.row_length = 4096
+  c.packing.rows = 8  # packed rows of a micro-batch, over all devices
+
+  c.warm_start = ml_collections.ConfigDict()
+  c.warm_start.num_steps = 0
+
+  c.mesh = ml_collections.ConfigDict()
+  c.mesh.data = 1
+  c.mesh.fsdp = -1
+  c.mesh.tensor = 1
+
+  c.lora = ml_collections.ConfigDict()
+  c.lora.rank = 0
+  c.lora.alpha = 128.0
+
+  c.eval = ml_collections.ConfigDict()
+  c.eval.questions = 400
+  c.eval.every = 0  # steps between evaluations during training; 0 is only before and after
+  c.eval.forced = False  # also the warm-started policy made to search exactly 0, 1, 2, 3 times
+
+  c.checkpoint = ml_collections.ConfigDict()
+  c.checkpoint.every = 10
+
+  c.logging = ml_collections.ConfigDict()
+  c.logging.trajectories_every = 1
+  return c
+
+
+def _tiny(c):
+  """About a million parameters, built here, on the generated encyclopedia."""
+  c.num_steps = 200
+  c.policy.width = 128
+  c.policy.num_layers = 4
+  c.policy.num_heads = 4
+  c.policy.num_kv_heads = 2
+  c.policy.mlp_width = 384
+  c.policy.rope_theta = 500.0
+  c.policy.unroll = 4
+
+  c.data.name = "encyclopedia"
+  c.data.questions_per_step = 16
+  c.data.entities = 2400
+  c.data.near_duplicates = 0.2
+  c.data.distractors = 0.1
+  c.data.paraphrases = 2
+  c.data.common_facts = 48
+  c.data.hop_shares = (0.2, 0.3, 0.3, 0.2)
+
+  c.rollout.max_turns = 3
+  c.rollout.max_turn_tokens = 20
+  c.rollout.max_observation_tokens = 64
+  c.rollout.max_tokens = 192
+  c.rollout.answer_tokens = 10
+  c.rollout.topk = 1
+  c.rollout.protocol = "short"
+  c.sampler.lanes = 64
+  c.sampler.block = 4
+
+  c.strata.cap = 3
+  c.optimizer.learning_rate = 3e-4
+  c.optimizer.warmup_ratio = 0.05
+  c.optimizer.b2 = 0.99
+  c.packing.row_length = 192
+  c.packing.rows = 8
+
+  c.warm_start.num_steps = 1000
+  c.warm_start.demonstrations_per_step = 32
+  c.warm_start.learning_rate = 3e-3
+  c.warm_start.weight_decay = 0.0
+  c.warm_start.context_weight = 0.3  # loss weight of the tokens that the script did not write
+  c.warm_start.mixture = (0.25, 0.25, 0.25, 0.25)  # shares of the demonstrations that search 0, 1, 2, 3 times
+
+  c.mesh.fsdp = 1
+  c.eval.forced = True
+  c.eval.every = 50
+
+
+def _smollm2(c):
+  """SmolLM2-135M-Instruct on real questions; `python third_party/smollm2/fetch.py` brings the weights."""
+  c.num_steps = 3
+  c.policy.checkpoint = ".cache/models/smollm2-135m-instruct"
+  c.policy.logit_chunk = 128
+  c.policy.remat = "full"
+  c.data.questions = "$STRATIFIED_DATA/questions"
+  c.data.corpus = "$STRATIFIED_DATA/corpus.jsonl.gz"
+  c.data.questions_per_step = 2
+  c.rollout.samples_per_question = 4
+  c.rollout.max_turns = 2
+  c.rollout.max_turn_tokens = 64
+  c.rollout.max_observation_tokens = 256
+  c.rollout.max_tokens = 1024
+  c.rollout.topk = 1
+  c.rollout.temperature = 0.6
+  c.rollout.protocol = "few_shot"
+  c.sampler.lanes = 8
+  c.sampler.rows = 4
+  c.strata.cap = 2
+  c.packing.row_length = 1024
+  c.packing.rows = 1
+  c.mesh.fsdp = 1
+  c.eval.questions = 8
+  c.checkpoint.every = 1
+
+
+def _base(c):
+  """Qwen2.5-3B base with the paper's settings: 8 GPUs or a TPU slice."""
+  c.policy.checkpoint = "checkpoints/Qwen2.5-3B"
+  c.policy.dtype = "bfloat16"
+  c.policy.remat = "full"
+  c.policy.logit_chunk = 512
+  c.data.questions = "data/nq_hotpotqa_train"
+  c.data.corpus = "data/wiki18.jsonl.gz"
+
+
+def _instruct(c):
+  """Qwen2.5-3B-Instruct: alpha 0.8."""
+  _base(c)
+  c.policy.checkpoint = "checkpoints/Qwen2.5-3B-Instruct"
+  c.advantage.alpha = 0.8

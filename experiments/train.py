@@ -1,0 +1,125 @@
+"""Trains a search agent: questions -> rollouts -> rewards -> strata -> advantages -> update, until num_steps.
+
+    python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny [--config.advantage.alpha=0.4]
+
+The same command again goes on from the newest checkpoint. Ctrl-C and SIGTERM save first and end it cleanly.
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+from absl import app, flags
+import jax
+from ml_collections import config_flags
+import numpy as np
+
+from experiments import build, phases
+from stratified import batching, evaluate as scoring, metrics, report, rewards, update
+from stratified.checkpoint import Checkpointer, check_config
+from stratified.progress import Progress
+from stratified.rollout import loop
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/search_r1.py:tiny", "What to train, and how.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go.", required=True)
+
+WARM_START_EVERY = 200  # steps between the warm start's own checkpoints
+MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
+
+
+def train(config, workdir: pathlib.Path) -> None:
+  ###  The parts  ###
+  stop = phases.Stop()
+  mesh, world = build.mesh_of(config), build.world(config)
+  model, assign = build.model_config(config), build.partition(config)
+  optimizer = build.optimizer(config)
+  learn = build.reinforcement_update(config, mesh, model, optimizer, assign.num_strata)
+  sampler, judge = (build.sampler(config, model, world.tokenizer, greedy=greedy) for greedy in (False, True))
+
+  with (Checkpointer(workdir, config.checkpoint.every) as checkpointer,
+        Checkpointer(workdir / "warm_start", WARM_START_EVERY) as warm_checkpointer):
+    ###  Where the run stands: at a checkpoint, or at the start  ###
+    restored = checkpointer.restore_latest(update.abstract_state(mesh, model, optimizer, with_reference=True))
+    with metrics.Writer(workdir, resume_step=restored[1] if restored else None,
+                        warm_start_step=warm_checkpointer.latest_step or 0) as writer:
+      if restored:
+        state, step = restored
+        print(f"going on from step {step} of {config.num_steps}", flush=True)
+      else:
+        if config.warm_start.num_steps:
+          params = phases.warm_start(config, mesh, world, model, writer, warm_checkpointer, stop)
+        else:
+          params = build.initial_params(config, model, mesh)
+        if stop.asked:
+          print("stopped during the warm start and saved; the same command goes on", flush=True)
+          return
+        state, step = update.init_state(mesh, model, params, optimizer, with_reference=True), 0
+        phases.evaluate_start(config, state.params, world, judge, writer, workdir)
+        checkpointer.save(0, state, force=True)
+
+      ###  The loop  ###
+      clock = time.perf_counter()
+      with Progress(config.num_steps, "training steps", done=step) as progress:
+        while step < config.num_steps and not stop.asked:
+          start, searched = time.perf_counter(), world.retriever.seconds
+          sampler.load(state.params, step)
+          groups = loop.collect(
+              world.questions_at(step), sampler=sampler, retriever=world.retriever, tokenizer=world.tokenizer,
+              protocol=world.protocol, limits=world.limits, step=step,
+              samples_per_question=config.rollout.samples_per_question)
+          rollout_s = time.perf_counter() - start
+          reward = [[rewards.score(trajectory) for trajectory in group] for group in groups]
+          row = scoring.rollout_row(groups, reward)
+          strata = [assign.assign(group, step=step) for group in groups]
+          batch = batching.collate(groups, packing=build.packing(config), rewards=reward, strata=strata,
+                                   num_strata=assign.num_strata)
+          placed, start = batching.place(mesh, batch), time.perf_counter()
+          state, stats = jax.block_until_ready(learn(state, placed))
+          update_s, step = time.perf_counter() - start, step + 1
+
+          advantage = np.asarray(stats.pop("advantage_qk"))
+          search_s = world.retriever.seconds - searched
+          row = {"step": step} | row | {name: float(value) for name, value in stats.items()} | {
+              "rollout/tokens_per_second": row["rollout/policy_tokens"] / rollout_s, "rollout/staleness": 0,
+              "update/tokens_per_second": batching.num_tokens(batch) / update_s,
+              "update/padding_share": batching.padding_share(batch),
+              "time/rollout_s": rollout_s - search_s, "time/search_s": search_s, "time/update_s": update_s,
+              "time/step_s": time.perf_counter() - clock}
+          clock = time.perf_counter()
+          writer.write(row)
+          if step % config.logging.trajectories_every == 0:
+            writer.write_trajectories(step, build.records(world, groups, reward, strata, advantage))
+          if config.eval.every and step % config.eval.every == 0 and step < config.num_steps:
+            phases.evaluate_at(config, state.params, world, judge, writer, workdir, step)
+          checkpointer.save(step, state)
+          progress.update(1, note=f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}")
+          if int(state.skipped_in_a_row) >= MOST_SKIPPED:
+            checkpointer.save(step, state, force=True)
+            raise RuntimeError(
+                f"{MOST_SKIPPED} updates in a row had no finite loss or gradient, the last at step {step}; the parameters "
+                f"of step {step - MOST_SKIPPED} are kept. A lower --config.optimizer.learning_rate in a new workdir usually helps")
+
+      ###  The end, or an orderly stop  ###
+      checkpointer.save(step, state, force=True)
+      if stop.asked:
+        print(f"stopped at step {step} of {config.num_steps} and saved; the same command goes on", flush=True)
+      else:
+        phases.evaluate_at(config, state.params, world, judge, writer, workdir, step)
+    print(f"report: {report.write(workdir)}", flush=True)
+
+
+def main(_) -> None:
+  config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+  try:
+    ###  Before any work: everything that can be refused  ###
+    build.check(config)
+    check_config(workdir, json.loads(config.to_json()))
+  except (ValueError, FileNotFoundError) as error:
+    sys.exit(f"{error}")
+  phases.enable_compilation_cache()
+  train(config, workdir)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,347 @@
+"""report.html: one page that needs nothing else, from whatever a workdir holds, with every text harmless."""
+
+from html.parser import HTMLParser
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import pytest
+
+from stratified import alarms, charts, figures, metrics, report, scores, transcripts
+
+VOID = {"meta"}
+
+
+class _Page(HTMLParser):
+  """Tags that are balanced, their attributes, and the visible text."""
+
+  def __init__(self, text):
+    super().__init__(convert_charrefs=True)
+    self.tags, self.attributes, self.text, self._open = [], [], "", []
+    self.feed(text)
+    self.close()
+    assert not self._open, f"never closed: {self._open}"
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    self.attributes += attrs
+    if tag not in VOID:
+      self._open.append(tag)
+
+  def handle_startendtag(self, tag, attrs):
+    self.tags.append(tag)
+    self.attributes += attrs
+
+  def handle_endtag(self, tag):
+    assert self._open.pop() == tag
+
+  def handle_data(self, data):
+    self.text += data
+
+
+def row(step, **changed):
+  base = {
+      "step": step, "reward/mean": 0.3 + 0.001 * step, "reward/exact_match": 0.3,
+      "rollout/searches_mean": 1.5, "advantage/zero_share": 0.3, "policy/entropy": 0.4, "loss/kl": 0.01,
+      "grad/norm": 1.0,
+      "policy/logp_gap_mean": 0.001, "policy/logp_gap_max": 0.02, "rollout/failed": 0, "update/skipped": 0,
+      "strata/share_0": 0.25, "strata/share_1": 0.5, "strata/share_2": 0.25, "time/rollout_s": 2.0,
+      "time/update_s": 1.0, "time/step_s": 4.0,
+  }
+  return base | {key.replace("__", "/"): value for key, value in changed.items()}
+
+
+def record(**changed):
+  return {
+      "question": "Where was Ada born?", "golden_answers": ["London"], "hops": 1, "sample": 0, "searches": 1,
+      "answer": "Paris", "stop": "answer", "fault": None, "reward": 0.0, "stratum": 1, "advantage": -0.71,
+      "segments": [
+          {"origin": "prompt", "text": "Question: Where was Ada born?", "tokens": 9},
+          {"origin": "policy", "text": "<think>look</think>\n<search>ada birth</search>", "tokens": 8},
+          {"origin": "observation", "tokens": 30,
+           "text": "\n<information>Doc 1(Title: Ada (poet)) A poet.\n"
+                   "Doc 2(Title: Ada II) A queen.</information>"},
+          {"origin": "policy", "text": "<answer>Paris</answer>", "tokens": 5},
+      ],
+  } | changed
+
+
+def make_run(folder, rows, records=(), config=None, evaluation=None):
+  with metrics.Writer(folder) as writer:
+    for one in rows:
+      writer.write(one)
+    if records:
+      writer.write_trajectories(rows[-1]["step"], records)
+  if config is not None:
+    (folder / "config.json").write_text(json.dumps(config))
+  if evaluation is not None:
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+  return report.write(folder).read_text(encoding="utf-8")
+
+
+def test_the_page_needs_nothing_beside_it(tmp_path):
+  page = _Page(make_run(tmp_path, [row(step) for step in range(1, 30)], [record()], {"seed": 0}))
+  assert not {"script", "link", "img", "iframe", "object", "base", "form"} & set(page.tags)
+  assert not [(name, value) for name, value in page.attributes
+              if name in ("src", "href", "srcset", "xlink:href") or name.startswith("on")]
+  style = report.STYLE
+  assert "url(" not in style and "@import" not in style and "http" not in style
+  assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+  assert ("content", "width=device-width,initial-scale=1") in page.attributes
+  assert "prefers-color-scheme:dark" in style
+
+
+def test_the_first_plot_shows_reward_and_searches(tmp_path):
+  text = make_run(tmp_path, [row(step) for step in range(1, 30)])
+  first = text[text.index("<svg"):text.index("</svg>")]
+  assert "Reward a rollout" in first and "Searches a question" in first
+  for title in ("Rollouts by number of searches", "Rollouts with zero advantage", "Policy entropy",
+                "KL to the reference", "Gradient norm", "Mean |log-prob gap|", "Where a step"):
+    assert title in _Page(text).text
+
+
+HOSTILE = ("</details><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & \"q\" 'q' "
+           "\u202eevil\u2066\0 é漢字 مرحبا")
+
+
+def test_hostile_text_is_shown_and_never_becomes_markup(tmp_path):
+  segments = [{"origin": origin, "text": f"<search>{HOSTILE}</search><answer>{HOSTILE}", "tokens": 3}
+              for origin in ("prompt", "policy", "observation", HOSTILE)]
+  segments.append({"origin": "observation", "text": f"Doc 1(Title: {HOSTILE}) x", "tokens": HOSTILE})
+  texts = ("question", "answer", "fault", "stop", "stratum", "hops", "searches")
+  hostile = record(golden_answers=[HOSTILE, HOSTILE], segments=segments) | {key: HOSTILE for key in texts}
+  folder = tmp_path / "<script>&run"
+  config = {"policy": {"name": HOSTILE}, HOSTILE: HOSTILE}
+  evaluation = {"sets": {HOSTILE: {"exact_match": 0.5, "by_hops": {HOSTILE: {"exact_match": 0.1}}}},
+                "warm_start_forced": {HOSTILE: {HOSTILE: {"exact_match": 0.2}}}}
+  text = make_run(folder, [row(1, not_finite={HOSTILE: HOSTILE})], [hostile], config, evaluation)
+  page = _Page(text)  # balanced: nothing closed an element early
+  assert not {"script", "img"} & set(page.tags)
+  assert not [name for name, _ in page.attributes if name.startswith("on")]
+  assert page.text.count("<script>alert('x')</script><img src=x onerror=\"alert(1)\">") > 10
+  assert "é漢字 مرحبا" in page.text
+  assert not [c for c in ("\u202e", "\u2066", "\0") if c in text.replace("U+", "")]
+  assert "U+202E" in page.text
+
+
+def test_a_rollout_is_readable(tmp_path):
+  text = make_run(tmp_path, [row(7)], [record()])
+  page = _Page(text)
+  for part in ("Rollouts of step 7", "Where was Ada born?", "reward 0", "advantage -0.71", "stratum 1",
+               "1 search", "1 hop", "answered Paris · correct: London", "2 passages: Ada (poet) · Ada II", "30 tokens"):
+    assert part in page.text
+  assert '<span class="tag search">&lt;search&gt;</span><span class="query">ada birth</span>' in text
+  assert '<span class="tag answer">&lt;answer&gt;</span><span class="reply">Paris</span>' in text
+
+
+def test_the_rollouts_shown_differ_in_stratum_and_success():
+  records = [record(stratum=s, reward=float(r), sample=i) for i in range(5) for s in range(3) for r in (0, 1)]
+  chosen = transcripts.choose(records, 6)
+  kinds = [(one["stratum"], one["reward"]) for one in chosen]
+  assert kinds == [(0, 1), (0, 0), (1, 1), (1, 0), (2, 1), (2, 0)]
+  assert {one["sample"] for one in chosen} == {0}
+  assert len(transcripts.choose(records, 4)) == 4 and transcripts.choose([], 4) == []
+
+
+def test_scores_come_before_and_after_by_hops_with_the_forced_ones(tmp_path):
+  def score(base, searches):
+    return {"count": 40, "exact_match": base, "f1": base, "searches_mean": searches,
+            "by_hops": {str(hops): {"count": 10, "exact_match": base - 0.1 * hops, "searches_mean": hops}
+                        for hops in range(3)}}
+  evaluation = {
+      "sets": {"held_out": score(0.7, 1.9), "second_encyclopedia": score(0.65, 2.0)},
+      "warm_start": {"sets": {"held_out": score(0.25, 1.0)}},
+      "warm_start_forced": {"0": {"held_out": score(0.2, 0)}, "2": {"sets": {"held_out": score(0.41, 2)}}},
+  }
+  page = _Page(make_run(tmp_path, [row(1)], config={"num_steps": 1}, evaluation=evaluation))
+  for part in ("25.0 → 70.0", "+45.0 points", "41.0warm start forced to 2", "-5.0 points to the first",
+               "of 1 in 4 s"):
+    assert part in page.text
+  before, after = scores.before_and_after([], evaluation)
+  table = scores.table(before, after, scores.forced(evaluation))
+  rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", line) for line in table.split("<tr")[1:]]
+  assert rows[0] == ["questions", "warm start", "trained", "gain", "forced to 0", "forced to 2", "F1",
+                     "searches", "number"]
+  assert rows[1] == ["Held out", "25.0", "70.0", "+45.0", "20.0", "41.0", "70.0", "1.00 → 1.90", "40"]
+  assert rows[3] == ["1 hop", "15.0", "60.0", "+45.0", "10.0", "31.0", "–", "1.00 → 1.00", "10"]
+  assert rows[5] == ["Second encyclopedia", "–", "65.0", "–", "–", "–", "65.0", "2.00", "40"]
+
+
+def test_without_evaluation_json_the_rows_tell_before_and_after():
+  rows = [row(0, eval__exact_match=0.2, eval__exact_match_hops_1=0.1), row(5),
+          row(9, eval__exact_match=0.6, eval__exact_match_hops_1=0.5)]
+  before, after = scores.before_and_after(rows, {})
+  assert scores.value(before["held_out"], hops="1") == 0.1 and scores.value(after["held_out"]) == 0.6
+  before, after = scores.before_and_after(rows[:1], {})
+  assert before == {} and scores.value(after["held_out"]) == 0.2
+
+
+@pytest.mark.parametrize("evaluation", [
+    {}, {"sets": None}, {"sets": {"held_out": None}}, {"sets": {"held_out": {"exact_match": None}}},
+    {"held_out": {}},
+    {"sets": {"held_out": {"exact_match": 0.5, "by_hops": [1]}}, "warm_start": 3, "warm_start_forced": [1]},
+])
+def test_an_odd_evaluation_is_no_error(tmp_path, evaluation):
+  _Page(make_run(tmp_path, [row(1)], evaluation=evaluation))
+
+
+def test_an_empty_workdir_gives_a_page_that_says_what_is_missing(tmp_path):
+  page = _Page(report.write(tmp_path).read_text())
+  for part in ("config.json is missing", "no training step yet", "No trajectories", "not been evaluated yet"):
+    assert part in page.text
+  with pytest.raises(FileNotFoundError, match="no workdir"):
+    report.write(tmp_path / "nowhere")
+
+
+def test_broken_files_are_named(tmp_path):
+  (tmp_path / "config.json").write_text("{")
+  (tmp_path / "evaluation.json").write_text("[]")
+  (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\n{"step": "x", "reward/mean": 1}\n{"s')
+  (tmp_path / "trajectories").mkdir()
+  records = '{"segments": 3, "answer": 7}\n{"segments": [1, {}]}\nxx'
+  (tmp_path / "trajectories/step_000001.jsonl").write_text(records)
+  page = _Page(report.write(tmp_path).read_text())
+  for part in ("config.json is no JSON object", "evaluation.json is no JSON object",
+               "metrics.jsonl that could not be read: 1", "does not record advantage/zero_share"):
+    assert part in page.text
+
+
+def test_one_step_and_only_a_warm_start_are_drawn(tmp_path):
+  assert "No alarm in 1 step." in _Page(make_run(tmp_path / "one", [row(1)])).text
+  warm = [{"warm_start/step": i, "warm_start/loss": 1 / i} for i in range(1, 5)]
+  with metrics.Writer(tmp_path / "warm") as writer:
+    for one in warm:
+      writer.write(one)
+  text = report.write(tmp_path / "warm").read_text()
+  assert "Warm start: loss by its own step" in _Page(text).text
+
+
+def test_thousands_of_steps_make_a_page_of_bounded_size(tmp_path):
+  rows = [row(step) for step in range(1, 4001)]
+  rows[2000]["grad/norm"] = 900.0
+  with (tmp_path / "metrics.jsonl").open("w") as file:
+    file.writelines(json.dumps(one) + "\n" for one in rows)
+  text = report.write(tmp_path).read_text()
+  assert len(text) < 600_000
+  gradient = text[text.index("Gradient norm"):]
+  assert "1000</text>" in gradient[:gradient.index("</svg>")], "the spike is gone from the axis"
+
+
+def test_thinning_keeps_spikes_order_and_ends():
+  x = list(range(10_000))
+  y = [0.0] * 10_000
+  y[4321], y[7] = 5.0, None
+  thin_x, thin_y = charts.thin(x, y)
+  assert len(thin_x) <= 300 and thin_x == sorted(thin_x) and thin_x[0] == 0 and thin_x[-1] == 9999
+  assert (4321, 5.0) in list(zip(thin_x, thin_y))
+  assert charts.thin([1, 2], [None, 3.0]) == ([1, 2], [None, 3.0])
+
+
+def test_smoothing_is_a_centred_mean_that_leaves_gaps_out():
+  assert charts.smooth([1.0, 3.0, None, 7.0, 9.0], 3) == [2.0, 2.0, None, 8.0, 8.0]
+  assert charts.smooth([4.0, 8.0], 1) == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("low, high, wanted", [
+    (0, 1, [0, 0.5, 1]), (0, 0.34, [0, 0.1, 0.2, 0.3]), (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+    (0, 4321, [0, 2000, 4000]), (2, 2, [2])])
+def test_ticks_are_round_numbers_inside_the_range(low, high, wanted):
+  assert charts.ticks(low, high) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("value, percent, text", [
+    (None, False, "–"), (0.0, False, "0"), (0.1234, False, "0.123"), (12.0, False, "12"),
+    (1234.5, False, "1234"), (45_678, False, "46k"), (2e-6, False, "2e-6"), (3.14e-5, False, "3.1e-5"),
+    (0.3, True, "30%"), (0.1234, True, "12.3%")])
+def test_numbers_are_short(value, percent, text):
+  assert charts.number(value, percent) == text
+
+
+def test_a_chart_of_its_own_is_a_whole_svg_file(tmp_path):
+  make_run(tmp_path, [row(step) for step in range(1, 30)])
+  root = xml.etree.ElementTree.fromstring(report.picture(tmp_path))
+  assert root.tag == "{http://www.w3.org/2000/svg}svg" and float(root.get("width")) <= 1000
+  assert "prefers-color-scheme:dark" in root.find("{http://www.w3.org/2000/svg}style").text
+
+
+def test_odd_series_are_drawn_without_error():
+  series = [
+      charts.Series("none", [1, 2], [None, None]), charts.Series("flat", [1, 2], [0.0, 0.0]),
+      charts.Series("one", [3], [2.0]), charts.Series("empty", [], []),
+      charts.Series("negative", [1, 2], [-5.0, -1.0]), charts.Series("tiny", [1, 2], [1e-9, 2e-9]),
+      charts.Series("<b>&", [1, 2, 3], [1.0, None, 2.0], style="noisy"),
+  ]
+  for one in series:
+    for stacked in (False, True):
+      panel = charts.Panel("<t>&", (one,), stacked=stacked)
+      xml.etree.ElementTree.fromstring(charts.chart_svg([panel], standalone=True))
+
+
+def test_stacked_shares_fill_the_plot_and_many_strata_are_gathered():
+  rows = [row(step, **{f"strata__share_{k}": 1 / 12 for k in range(12)}) for step in range(1, 40)]
+  panel = figures.strata_panel(rows, by_searches=False)
+  assert len(panel.series) == 7 and panel.series[-1].name == "other"
+  assert [pytest.approx(1.0)] * 39 == [sum(values) for values in zip(*(series.y for series in panel.series))]
+
+
+def test_time_that_no_part_claims_is_drawn(tmp_path):
+  drawn, _, _ = figures.panels([row(step) for step in range(1, 5)])
+  panel = next(panel for panel in drawn if "time" in panel.title)
+  shares = {series.name: series.y[0] for series in panel.series}
+  assert shares == {"rollout": 0.5, "update": 0.25, "everything else": 0.25}
+
+
+QUIET = [row(step) for step in range(1, 101)]
+
+
+def test_a_steady_run_raises_no_alarm():
+  assert alarms.find(QUIET) == [] and alarms.find([]) == [] and alarms.find(QUIET[:1]) == []
+
+
+@pytest.mark.parametrize("key, after, first, words", [
+    ("policy/entropy", 0.02, 66, "stopped exploring"),
+    ("policy/entropy", 2.0, 66, "dissolves into noise"),
+    ("policy/logp_gap_mean", 0.036, 65, "drifts off-policy"),
+    ("rollout/searches_mean", 0.05, 66, "skip the tool"),
+    ("reward/mean", 0.05, 66, "reward fell"),
+    ("loss/kl", 3.0, 65, "KL to the reference reached 1.5"),
+    ("advantage/zero_share", 0.99, 66, "99% of the advantages are zero"),
+    ("strata/share_1", 0.99, 66, "99% of the rollouts lie in stratum 1"),
+    ("grad/norm", 40.0, 61, "40 times the usual 1"),
+    ("update/skipped", 1, 61, "not finite: 40"),
+    ("rollout/failed", 9, 61, "lost to faults: 9"),
+    ("not_finite", {"loss/policy": "nan"}, 61, "not finite: loss/policy (nan)"),
+])
+def test_each_collapse_is_named_with_its_step(key, after, first, words):
+  rows = QUIET[:60] + [one | {key: after} for one in QUIET[60:]]
+  found = alarms.find(rows)
+  assert [alarm.step for alarm in found] == [first] and words in found[0].message
+
+
+def test_one_odd_step_is_no_collapse_and_a_few_lost_rollouts_pass():
+  odd = {"policy/entropy": 0.0, "rollout/searches_mean": 0.0, "reward/mean": 0.0, "policy/logp_gap_mean": 1.0}
+  rows = QUIET[:60] + [QUIET[60] | odd | {"rollout/failed": 3}] + QUIET[61:]
+  assert alarms.find(rows, rollouts_per_step=128) == []
+  assert [alarm.key for alarm in alarms.find(rows)] == ["rollout/failed"]
+
+
+def test_alarms_are_on_the_page_and_marked_on_the_plot(tmp_path):
+  text = make_run(tmp_path, QUIET[:60] + [one | {"rollout/searches_mean": 0.0} for one in QUIET[60:]])
+  assert "Step 66: searches fell to 0.00 a question from 1.50" in _Page(text).text
+  assert 'class="alarm"' in text[text.index("<svg"):text.index("</svg>")]
+
+
+def test_the_command_writes_page_and_picture_and_names_a_missing_workdir(tmp_path):
+  make_run(tmp_path / "run", [row(1), row(2)])
+  (tmp_path / "run/report.html").unlink()
+  script = pathlib.Path(__file__).parents[1] / "experiments/report.py"
+  run = lambda *flags: subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
+  assert run(f"--workdir={tmp_path}/run").stdout.strip() == f"{tmp_path}/run/report.html"
+  assert (tmp_path / "run/report.html").exists()
+  run(f"--workdir={tmp_path}/run", f"--picture={tmp_path}/run.svg")
+  xml.etree.ElementTree.parse(tmp_path / "run.svg")
+  failed = run(f"--workdir={tmp_path}/nowhere")
+  assert failed.returncode and "there is no workdir" in failed.stderr + failed.stdout
