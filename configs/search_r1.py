@@ -128,7 +128,7 @@ def _tiny(c):
   c.policy.num_heads = 4
   c.policy.num_kv_heads = 2
   c.policy.mlp_width = 384
-  c.policy.rope_theta = 500.0
+  c.policy.rope_theta = 100.0
   c.policy.unroll = 4
 
   c.data.name = "encyclopedia"
@@ -157,9 +157,10 @@ def _tiny(c):
   c.packing.row_length = 192
   c.packing.rows = 8
 
-  c.warm_start.num_steps = 1000
-  c.warm_start.demonstrations_per_step = 32
-  c.warm_start.learning_rate = 3e-3
+  c.warm_start.num_steps = 2400
+  c.warm_start.demonstrations_per_step = 20
+  c.warm_start.optimizer = "muon"
+  c.warm_start.learning_rate = 2e-3
   c.warm_start.weight_decay = 0.0
   c.warm_start.context_weight = 0.3  # loss weight of the tokens that the script did not write
   c.warm_start.mixture = (0.25, 0.25, 0.25, 0.25)  # shares of the demonstrations that search 0, 1, 2, 3 times

@@ -149,7 +149,7 @@ def optimizer(config, *, warm_start: bool = False):
   """The optimizer of reinforcement learning, or that of the warm start (its own rate, with a cosine decay)."""
   o, w = config.optimizer, config.warm_start
   if warm_start:
-    return optimizers.make(learning_rate=w.learning_rate, warmup_steps=max(1, w.num_steps // 20), decay_steps=w.num_steps,
+    return optimizers.make(name=w.optimizer, learning_rate=w.learning_rate, warmup_steps=max(1, w.num_steps // 20), decay_steps=w.num_steps,
                            weight_decay=w.weight_decay, clip_norm=o.clip_norm, b1=0.9, b2=0.98)
   return optimizers.make(
       name=o.name, learning_rate=o.learning_rate, warmup_steps=round(o.warmup_ratio * config.num_steps),

@@ -69,7 +69,7 @@ def train(config, workdir: pathlib.Path) -> None:
               protocol=world.protocol, limits=world.limits, step=step,
               samples_per_question=config.rollout.samples_per_question)
           rollout_s = time.perf_counter() - start
-          reward = [[rewards.score(trajectory) for trajectory in group] for group in groups]
+          reward = [[0.0 if t.fault else rewards.score(t) for t in group] for group in groups]
           row = scoring.rollout_row(groups, reward)
           strata = [assign.assign(group, step=step) for group in groups]
           batch = batching.collate(groups, packing=build.packing(config), rewards=reward, strata=strata,

@@ -6,6 +6,7 @@ cuts everything back to the step that was restored.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
 import json
 import math
 import os
@@ -90,16 +91,8 @@ def trajectory_record(
       "hops": question.hops,
       "sample": trajectory.sample,
       "segments": [{"origin": origin, "text": text, "tokens": tokens} for origin, text, tokens in segments],
-      "turns": [
-          {
-              "action": turn.action,
-              "searches": [
-                  {"query": search.query, "outcome": search.outcome, "passage_ids": list(search.passage_ids)}
-                  for search in turn.searches
-              ],
-          }
-          for turn in trajectory.turns
-      ],
+      "turns": [{"action": turn.action, "searches": [dataclasses.asdict(search) for search in turn.searches]}
+                for turn in trajectory.turns],
       "searches": trajectory.num_searches,
       "answer": trajectory.answer,
       "stop": trajectory.stop,

@@ -106,7 +106,7 @@ def read(workdir: str | os.PathLike) -> Run:
   config = _object(folder / "config.json", notes)
   evaluation = _object(folder / "evaluation.json", notes)
   rows, unreadable = metrics.read_rows(folder / "metrics.jsonl")
-  rows = [row for row in rows if all(isinstance(row.get(key, 0), int) for key in ("step", "warm_start/step"))]
+  rows = [row for row in rows if isinstance(row.get("step", row.get("warm_start/step")), int)]
   if unreadable:
     notes.append(f"Lines of metrics.jsonl that could not be read: {unreadable}.")
   if not any("reward/mean" in row for row in rows):
@@ -133,7 +133,7 @@ def page(run: Run) -> str:
   sections = [
       _header(run), _alarm_list(found, run.rows), _notes(notes), _tiles(run, before, after, forced),
       _first_figure(run, found),
-      f'<h2>Held-out exact match × 100</h2>{table}{_table_legend(forced)}' if table else "",
+      f'<h2>Held-out exact match × 100</h2>{table}{_table_legend(table, forced)}' if table else "",
       _curves(run, drawn, zero),
       _samples(run), _config_table(run),
   ]
@@ -239,9 +239,11 @@ def _warm(run: Run) -> str:
   return _panel(panel, "warm-start step") if panel.series[0].x else ""
 
 
-def _table_legend(forced: Mapping[str, scores.Sets]) -> str:
-  text = "“Forced to N” is the warm-started policy made to search exactly N times, the best underlined. "
-  return f'<p class="soft">{text * bool(forced)}Searches are means a question, before → after training.</p>'
+def _table_legend(table: str, forced: Mapping[str, scores.Sets]) -> str:
+  text = "“Forced to N”: the warm-started policy made to search exactly N times, the best underlined. "
+  text *= bool(forced)
+  text += "Searches are means a question, before → after training." * ("<th>searches</th>" in table)
+  return f'<p class="soft">{text}</p>' if text else ""
 
 
 def _samples(run: Run) -> str:

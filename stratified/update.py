@@ -136,7 +136,7 @@ def _micro_loss(config, token_loss, weigh, reference, batch, advantage_qk, tempe
     # Padding may hold anything, infinities too: select, never multiply.
     used = lambda x: jnp.where(mask > 0, x, 0.0)
     total = (weigh(mask, valid, length) * used(loss)).sum()
-    sums = {name: used(x).sum() for name, x in jax.lax.stop_gradient(mean_stats).items()}
+    sums = {name: (mask * used(x)).sum() for name, x in jax.lax.stop_gradient(mean_stats).items()}
     sums["tokens"] = mask.sum()
     return total, (sums, {name: used(x).max() for name, x in jax.lax.stop_gradient(max_stats).items()})
 

@@ -100,14 +100,14 @@ def _kill_while_saving(workdir, after):
   """Starts a process that saves step after step, kills it while one beyond `after` is half-written."""
   process = subprocess.Popen([sys.executable, "-c", KILLED, str(workdir), str(pathlib.Path(__file__).parent)])
   folder = workdir / "checkpoints"
-  deadline = time.monotonic() + 60
+  deadline = time.monotonic() + 300
+  names = []
   try:
-    while time.monotonic() < deadline and process.poll() is None:
-      names = os.listdir(folder) if folder.exists() else []
-      if any("tmp" in name and int(name.split(".")[0]) > after for name in names):
-        break
+    while not any("tmp" in name and int(name.split(".")[0]) > after for name in names):
+      assert process.poll() is None, "the saving process ended by itself"
+      assert time.monotonic() < deadline, f"no checkpoint after {after} was begun: {names}"
       time.sleep(0.001)
-    assert process.poll() is None, "the saving process ended by itself"
+      names = os.listdir(folder) if folder.exists() else []
   finally:
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -131,7 +131,8 @@ def test_a_rollout_is_readable(tmp_path):
   text = make_run(tmp_path, [row(7)], [record()])
   page = _Page(text)
   for part in ("Rollouts of step 7", "Where was Ada born?", "reward 0", "advantage -0.71", "stratum 1",
-               "1 search", "1 hop", "answered Paris · correct: London", "2 passages: Ada (poet) · Ada II", "30 tokens"):
+               "1 search", "1 hop", "answered Paris · correct: London", "2 passages: Ada (poet) · Ada II",
+               "30 tokens"):
     assert part in page.text
   assert '<span class="tag search">&lt;search&gt;</span><span class="query">ada birth</span>' in text
   assert '<span class="tag answer">&lt;answer&gt;</span><span class="reply">Paris</span>' in text
@@ -199,7 +200,8 @@ def test_an_empty_workdir_gives_a_page_that_says_what_is_missing(tmp_path):
 def test_broken_files_are_named(tmp_path):
   (tmp_path / "config.json").write_text("{")
   (tmp_path / "evaluation.json").write_text("[]")
-  (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\n{"step": "x", "reward/mean": 1}\n{"s')
+  rows = '{"step": 1, "reward/mean": 1}\n{"step": "x"}\n{"reward/mean": 1}\n{"s'
+  (tmp_path / "metrics.jsonl").write_text(rows)
   (tmp_path / "trajectories").mkdir()
   records = '{"segments": 3, "answer": 7}\n{"segments": [1, {}]}\nxx'
   (tmp_path / "trajectories/step_000001.jsonl").write_text(records)
@@ -334,14 +336,16 @@ def test_alarms_are_on_the_page_and_marked_on_the_plot(tmp_path):
   assert 'class="alarm"' in text[text.index("<svg"):text.index("</svg>")]
 
 
-def test_the_command_writes_page_and_picture_and_names_a_missing_workdir(tmp_path):
+def test_the_command_writes_page_or_picture_and_names_a_missing_workdir(tmp_path):
   make_run(tmp_path / "run", [row(1), row(2)])
-  (tmp_path / "run/report.html").unlink()
   script = pathlib.Path(__file__).parents[1] / "experiments/report.py"
-  run = lambda *flags: subprocess.run([sys.executable, script, *flags], capture_output=True, text=True)
-  assert run(f"--workdir={tmp_path}/run").stdout.strip() == f"{tmp_path}/run/report.html"
+  command = [sys.executable, script, f"--workdir={tmp_path}/run"]
+  (tmp_path / "run/report.html").unlink()
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert done.stdout.strip() == f"{tmp_path}/run/report.html", done.stderr
   assert (tmp_path / "run/report.html").exists()
-  run(f"--workdir={tmp_path}/run", f"--picture={tmp_path}/run.svg")
+  subprocess.run([*command, f"--picture={tmp_path}/run.svg"], check=True)
   xml.etree.ElementTree.parse(tmp_path / "run.svg")
-  failed = run(f"--workdir={tmp_path}/nowhere")
+  command = [sys.executable, script, f"--workdir={tmp_path}/no"]
+  failed = subprocess.run(command, capture_output=True, text=True)
   assert failed.returncode and "there is no workdir" in failed.stderr + failed.stdout

@@ -119,7 +119,7 @@ def theorem_1_equality(kernels):
   terms = kernel(kernels.theory.variance_terms)
 
   def check(r, s, m):
-    level = r - per_sample(lambda n_k, r_k, s_k, r_g, s_g: r_k, r, s, m)
+    level = 2.5 + r - per_sample(lambda n_k, r_k, s_k, r_g, s_g: r_k, r, s, m)
     close(variance(global_(level, s, m), m), variance(own(level, s, m), m))
     close(terms(level, s, m)[0], 0.0)
     apart = level + s

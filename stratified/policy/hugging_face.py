@@ -4,8 +4,8 @@
     params = load_params(directory, config, dtype="float32", sharding_of=lambda name: named(mesh, axes[name]))
     save(other_directory, config, params, dtype="bfloat16", tokenizer_files=directory)
 
-A directory stores each layer apart, and a projection as [outputs, inputs]; the decoder stacks the layers and keeps
-heads and head dimensions as axes of their own, [layers, inputs ..., outputs ...].
+A directory stores each layer apart, and a projection as [outputs, inputs]; the decoder stacks the layers and
+keeps heads and head dimensions as axes of their own, [layers, inputs ..., outputs ...].
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,15 +51,18 @@ NAMES = {
 # safetensors' code of each dtype that is read, and of each that is written.
 DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 
+Path = str | os.PathLike
+
 # What a tokenizer may consist of, and the generation settings that belong to it.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 # Keys of config.json that the decoder does not use and an inference server does.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
-def load_params(directory: str | os.PathLike, config: decoder.DecoderConfig, *, dtype=None,
+def load_params(directory: Path, config: decoder.DecoderConfig, *, dtype=None,
                 sharding_of: Callable[[str], jax.sharding.Sharding | None] | None = None) -> decoder.Params:
   """The weights as `decoder.weights(config)` names and shapes them.
 
@@ -91,12 +94,12 @@ def _open(directory, stack) -> dict[str, Any]:
   elif index.is_file():
     shards = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
   else:
-    raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}; "
-                            "weights in another format must be converted with transformers' save_pretrained first")
+    raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}; convert weights of another "
+                            "format with transformers' save_pretrained first")
   files = {}
   for path in shards:
     if not path.is_file():
-      raise FileNotFoundError(f"{path} does not exist, though {index.name} names it; copy or download it again")
+      raise FileNotFoundError(f"{path} is named by {index.name} and does not exist; copy or download it again")
     try:
       file = stack.enter_context(safetensors.safe_open(path, framework="np"))
     except safetensors.SafetensorError as error:
@@ -135,24 +138,26 @@ def _check_tensors(directory, config, files) -> None:
   expected = {stored: (name, shape) for name, stored, shape in _stored(config)}
   for stored, (name, shape) in expected.items():
     if stored not in files:
-      raise ValueError(f"{directory} has no tensor {stored}, the decoder's {name!r}; its config.json and its weights "
-                       "don't belong together, or a file is missing")
+      raise ValueError(f"{directory} has no tensor {stored}, the decoder's {name!r}; its config.json and its "
+                       "weights don't belong together, or a file is missing")
     found = files[stored].get_slice(stored)
     if tuple(found.get_shape()) != shape:
-      raise ValueError(f"{stored} in {directory} has shape {found.get_shape()}, config.json makes it {list(shape)}")
+      raise ValueError(f"{stored} in {directory} has shape {found.get_shape()}, its config.json says {list(shape)}; "
+                       "they don't belong together")
     if found.get_dtype() not in DTYPES:
-      raise ValueError(f"{stored} in {directory} has dtype {found.get_dtype()}; only {', '.join(DTYPES)} are read")
-  # A tied model may store its embedding a second time; old files hold the rotary frequencies, which are computed.
+      raise ValueError(f"{stored} in {directory} is stored as {found.get_dtype()}; {', '.join(DTYPES)} are read, "
+                       "convert other weights first")
+  # A tied model may store its embedding twice; old files hold the rotary frequencies, which are computed.
   extra = [name for name in sorted(set(files) - set(expected)) if not name.endswith("rotary_emb.inv_freq")]
   if config.tied_embeddings and "lm_head.weight" in extra:
     extra.remove("lm_head.weight")
     if not np.array_equal(files["lm_head.weight"].get_tensor("lm_head.weight"),
                           files[NAMES["embed"][0]].get_tensor(NAMES["embed"][0])):
-      raise ValueError(f"{directory} has an lm_head.weight that differs from the embedding, though its config.json "
-                       "says tie_word_embeddings=true; set it to false, or remove the tensor")
+      raise ValueError(f"{directory} has an lm_head.weight other than its embedding, though its config.json says "
+                       "tie_word_embeddings=true; set it to false, or remove the tensor")
   if extra:
-    raise ValueError(f"{directory} has {len(extra)} tensors without a place in this decoder, {extra[0]} the first; "
-                     "its config.json and its weights don't belong together")
+    raise ValueError(f"{directory} has {len(extra)} tensors without a place in this decoder, {extra[0]} the "
+                     "first; its config.json and its weights don't belong together")
 
 
 def _read(files, name, weight, dtype) -> np.ndarray:
@@ -172,9 +177,8 @@ def _place(host, sharding) -> jax.Array:
   return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def save(directory: str | os.PathLike, config: decoder.DecoderConfig, params: decoder.Params, *,
-         dtype: str = "float32", tokenizer_files: str | os.PathLike | Iterable[str | os.PathLike] | None = None,
-         extra: Mapping[str, Any] | None = None) -> None:
+def save(directory: Path, config: decoder.DecoderConfig, params: decoder.Params, *, dtype: str = "float32",
+         tokenizer_files: Path | Iterable[Path] | None = None, extra: Mapping[str, Any] | None = None) -> None:
   """Writes config.json and model.safetensors, which transformers, vLLM and SGLang load.
 
   dtype: float32, bfloat16 or float16; a value that it can't hold, or that is not finite, is refused.
@@ -191,11 +195,11 @@ def save(directory: str | os.PathLike, config: decoder.DecoderConfig, params: de
   table = decoder.weights(config)
   wrong = sorted(set(params) ^ set(table)) or [n for n, w in table.items() if params[n].shape != w.shape]
   if wrong:
-    raise ValueError(f"params and config don't belong together: {', '.join(wrong)} missing, unknown or of another shape "
-                     "(adapters must be merged first)")
+    raise ValueError(f"params don't belong to this config: {', '.join(wrong)} missing, unknown or of another shape; "
+                     "merge adapters first")
   raw = config_json(config, dtype)  # before anything is written: it refuses what no family can express
   files, kept = _tokenizer(tokenizer_files)
-  tensors = _exported(config, params, dtype)
+  tensors = stored_tensors(config, params, dtype)
   if jax.process_index():
     for _ in tensors:
       pass
@@ -204,7 +208,8 @@ def save(directory: str | os.PathLike, config: decoder.DecoderConfig, params: de
   _write_safetensors(directory / "model.safetensors", codes[dtype], jnp.dtype(dtype).itemsize,
                      {stored: shape for _, stored, shape in _stored(config)}, tensors)
   for file in files:
-    shutil.copy(file, directory / pathlib.Path(file).name)
+    if file.resolve().parent != directory.resolve():
+      shutil.copy(file, directory / file.name)
   text = json.dumps(raw | kept | dict(extra or {}), indent=2)
   (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -224,19 +229,17 @@ def _tokenizer(files) -> tuple[list[pathlib.Path], dict[str, Any]]:
   return found, {key: raw[key] for key in KEPT_KEYS if raw.get(key) is not None}
 
 
-def _exported(config, params, dtype) -> Iterator[np.ndarray]:
-  """The tensors in the directory's layout and in the order of `_stored`."""
+def stored_tensors(config: decoder.DecoderConfig, params: decoder.Params,
+                   dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
+  """(name, tensor on the host) in the directory's layout, one at a time; also for whatever is shaped like params."""
   for name, weight in decoder.weights(config).items():
     shape = _stored_shape(name, weight)
     for index, stored in _parts(name, weight):
-      # A slice or a copy, since an array that came from a device keeps its copy on the host as long as it lives.
+      # A slice or a copy: an array on a device keeps what was fetched from it on the host while it lives.
       value = _on_host(jnp.copy(params[name]) if index is ... else params[name][index])
       value = value.reshape(shape[::-1]).T if NAMES[name][1] else value.reshape(shape)
       with np.errstate(over="ignore"):
-        value = np.ascontiguousarray(value.astype(dtype))
-      if not np.isfinite(value).all():
-        raise ValueError(f"{stored} holds a value that is not finite in {dtype}; nothing was saved")
-      yield value
+        yield stored, np.ascontiguousarray(value.astype(dtype))
 
 
 def _on_host(value) -> np.ndarray:
@@ -246,7 +249,7 @@ def _on_host(value) -> np.ndarray:
 
 
 def _write_safetensors(path, code, itemsize, shapes, tensors) -> None:
-  """Streams tensors of one dtype: length of the header, header, then the bytes of each (safetensors' format)."""
+  """Streams tensors of one dtype in safetensors' format: length of the header, header, the bytes of each."""
   header, end = {"__metadata__": {"format": "pt"}}, 0
   for name, shape in shapes.items():
     start, end = end, end + math.prod(shape) * itemsize
@@ -257,8 +260,10 @@ def _write_safetensors(path, code, itemsize, shapes, tensors) -> None:
   try:
     with open(partial, "wb") as file:
       file.write(len(text).to_bytes(8, "little") + text)
-      for value in tensors:
-        file.write(value.data if value.dtype != jnp.bfloat16 else value.view(np.uint16).data)
+      for name, value in tensors:
+        if not np.isfinite(value).all():
+          raise ValueError(f"{name} holds a value that is not finite in {value.dtype}; nothing was saved")
+        file.write(value.view(np.uint8).data)
     os.replace(partial, path)
   finally:
     partial.unlink(missing_ok=True)

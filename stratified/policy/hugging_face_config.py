@@ -15,6 +15,9 @@ FAMILIES = {
 }
 
 
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+
+
 def load_config(directory: str | os.PathLike, **overrides) -> decoder.DecoderConfig:
   """The decoder that `directory`/config.json describes; `overrides` replace fields (dtype, remat, attention).
 
@@ -24,7 +27,8 @@ def load_config(directory: str | os.PathLike, **overrides) -> decoder.DecoderCon
   """
   path = pathlib.Path(directory) / "config.json"
   if not path.is_file():
-    raise FileNotFoundError(f"{path} does not exist; a Hugging Face model directory holds config.json and *.safetensors")
+    raise FileNotFoundError(f"{path} does not exist; name a Hugging Face model directory, which holds config.json "
+                            "and *.safetensors")
   try:
     raw = json.loads(path.read_text(encoding="utf-8"))
     fields = _fields(raw)
@@ -43,7 +47,7 @@ def _fields(raw: dict) -> dict[str, Any]:
       vocab_size=raw["vocab_size"], width=raw["hidden_size"], num_layers=raw["num_hidden_layers"],
       num_heads=heads, num_kv_heads=raw.get("num_key_value_heads") or heads, head_dim=_head_dim(raw),
       mlp_width=raw["intermediate_size"], rope_theta=theta, rope_scaling=scaling,
-      norm_eps=raw.get("rms_norm_eps", 1e-6), tied_embeddings=raw.get("tie_word_embeddings", False), **switches)
+      norm_eps=raw.get("rms_norm_eps", 1e-6), tied_embeddings=bool(raw.get("tie_word_embeddings")), **switches)
 
 
 def _head_dim(raw):
@@ -58,18 +62,15 @@ def _check_supported(raw: dict) -> str:
   architecture = (raw.get("architectures") or [types.get(raw.get("model_type"), raw.get("model_type"))])[0]
   # Qwen2 has its biases whatever the key says, and never one on the output projection.
   bias = architecture != "Qwen2ForCausalLM" and raw.get("attention_bias", False)
-  layers = raw["num_hidden_layers"]
-  windowed = raw.get("use_sliding_window", False) and raw.get("sliding_window") is not None
-  kinds = raw.get("layer_types") or ["sliding_attention"] * (windowed and raw.get("max_window_layers", 28) < layers)
-  other_kinds = sorted(set(kinds) - {"full_attention"})
+  kinds = ", ".join(sorted(_layer_types(raw) - {"full_attention"}))
+  window = raw.get("sliding_window")
   checks = [
       (architecture in FAMILIES, f"architecture {architecture!r}", ", ".join(FAMILIES)),
       (not bias, "attention_bias=true", "biases on q, k and v of Qwen2ForCausalLM, none elsewhere"),
       (not raw.get("mlp_bias", False), "mlp_bias=true", "an MLP without biases"),
-      (not other_kinds, f"layers of type {', '.join(other_kinds)} (sliding_window={raw.get('sliding_window')})",
-       "full attention in every layer"),
+      (not kinds, f"a layer of type {kinds} (sliding_window={window})", "full attention in every layer"),
       (raw.get("hidden_act", "silu") == "silu", f"hidden_act={raw.get('hidden_act')!r}", "silu"),
-      (not raw.get("quantization_config"), "quantised weights (quantization_config)", "float32, bfloat16 and float16"),
+      (not raw.get("quantization_config"), "quantization_config", "weights in float32, bfloat16 or float16"),
   ]
   for supported, what, instead in checks:
     if not supported:
@@ -77,12 +78,20 @@ def _check_supported(raw: dict) -> str:
   return architecture
 
 
+def _layer_types(raw) -> set[str]:
+  if raw.get("layer_types"):
+    return set(raw["layer_types"])
+  windowed = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
+  return {"sliding_attention"} if windowed and raw.get("max_window_layers", 28) < raw["num_hidden_layers"] else set()
+
+
 def _rope(raw: dict) -> tuple[float, tuple | None]:
-  """Base and Llama 3 scaling of the rotary embedding, at the top level or nested as transformers 5 writes them."""
+  """Base and Llama 3 scaling of the rotary embedding, at the top level or nested (transformers 5)."""
   rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
-    raise ValueError(f"rotary scaling {rope} is not supported; what is: rope_type default or llama3, one for all layers")
+    raise ValueError(f"rotary scaling {rope} is not supported; what is: rope_type default or llama3, the same in "
+                     "every layer")
   partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
   if partial not in (None, 1.0):
     raise ValueError(f"partial_rotary_factor={partial} is not supported; what is: 1, the whole head rotated")
@@ -90,22 +99,24 @@ def _rope(raw: dict) -> tuple[float, tuple | None]:
   if kind == "default":
     return theta, None
   original = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-  return theta, tuple(float(x) for x in (rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original))
+  return theta, (*(float(rope[key]) for key in LLAMA3), float(original))
 
 
 def config_json(config: decoder.DecoderConfig, dtype: str) -> dict[str, Any]:
+  """The content of config.json: keys that transformers 4 and 5 both read."""
   switches = {name: True for name in ("qkv_bias", "qk_norm") if getattr(config, name)}
   family = [name for name, (_, on) in FAMILIES.items() if on == switches]
   if not family:
     raise ValueError("qkv_bias and qk_norm together belong to no Hugging Face architecture; switch one off")
   raw = dict(
-      architectures=family, model_type=FAMILIES[family[0]][0], torch_dtype=dtype, vocab_size=config.vocab_size,
-      hidden_size=config.width, intermediate_size=config.mlp_width, num_hidden_layers=config.num_layers,
+      architectures=family, model_type=FAMILIES[family[0]][0], torch_dtype=dtype,
+      vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
+      num_hidden_layers=config.num_layers,
       num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
       hidden_act="silu", rms_norm_eps=config.norm_eps, rope_theta=config.rope_theta,
       tie_word_embeddings=config.tied_embeddings, max_position_embeddings=32768, use_cache=True)
   if config.rope_scaling:
-    keys = ("factor", "low_freq_factor", "high_freq_factor")
-    raw["rope_scaling"] = {"rope_type": "llama3", **dict(zip(keys, config.rope_scaling)),
-                           "original_max_position_embeddings": int(config.rope_scaling[3])}
+    *factors, original = config.rope_scaling
+    raw["rope_scaling"] = {"rope_type": "llama3", **dict(zip(LLAMA3, factors, strict=True)),
+                           "original_max_position_embeddings": int(original)}
   return raw

@@ -1,0 +1,89 @@
+"""One update on several meshes of eight forced CPU devices; run by test_sharding.py in a process of its own.
+
+    python tests/sharded_steps.py OUT.npz
+"""
+
+import json
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from small_rollouts import OneCharacterEach, collate, decoder_config, parameters, random_groups
+from stratified import advantages, batching, optimizer, sharding, update
+from stratified.rollout.jax_sampler import JaxSampler, SamplerConfig
+from stratified.rollout.sampler import Request
+
+SIZES = dict(vocab_size=64, width=32, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, mlp_width=64)
+MODELS = {
+    "tied": decoder_config(**SIZES),
+    "untied": decoder_config(**SIZES, tied_embeddings=False, qkv_bias=True, qk_norm=True, remat="full"),
+}
+MESHES = {
+    "tied": [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)],
+    "untied": [(1, 1, 1), (2, 2, 2), (1, 2, 4)],
+}
+RATE = 0.1
+ADAM = optimizer.make(learning_rate=1e-3)
+
+
+def _record():
+  """Plain SGD whose state also holds the gradient and what AdamW would have done with it: one compilation shows all three."""
+  def init(params):
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return {"adam": ADAM.init(params), "gradient": zeros, "adam_update": zeros}
+
+  def step(gradient, state, params):
+    adam_update, adam = ADAM.update(gradient, state["adam"], params)
+    return (jax.tree.map(lambda g: -RATE * g, gradient),
+            {"adam": adam, "gradient": gradient, "adam_update": adam_update})
+
+  return optax.GradientTransformation(init, step)
+
+
+def take_step(name, sizes):
+  """What one step on a mesh gives, as arrays by name, and what is true of where they lie."""
+  config, mesh, chain = MODELS[name], sharding.make_mesh(*sizes), _record()
+  step = update.make_update(
+      mesh, config, chain, token_loss=update.policy_gradient(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
+      advantage=advantages.make("blend", num_strata=3, alpha=0.6), num_strata=3, chunk=12 if name == "tied" else None)
+  state = update.init_state(mesh, config, parameters(config, scale=2.0), chain, with_reference=True)
+  other = parameters(config, seed=1, scale=2.0)
+  state = state._replace(reference={key: jax.device_put(other[key], old.sharding) for key, old in state.reference.items()})
+  batch = batching.place(mesh, collate(random_groups(8, 3, vocab=64, seed=4), rows=8, length=24, micro=3))
+  state, stats = step(state, batch)
+  abstract = update.abstract_state(mesh, config, chain, with_reference=True)
+  same_place = jax.tree.map(lambda x, wanted: x.sharding.is_equivalent_to(wanted.sharding, x.ndim), state, abstract)
+  sampler = JaxSampler(config, SamplerConfig(lanes=2, length=24, temperature=0.0), OneCharacterEach(64, eos_id=-1))
+  sampler.load(state.params, 1)
+  sampled, = sampler.generate([Request((0, 0, 0), (5, 6, 7), 12)])
+  arrays = {f"{part}/{key}": value for part, tree in (
+      ("params", state.params), ("gradient", state.opt_state["gradient"]), ("adam", state.opt_state["adam_update"]),
+      ("stats", stats)) for key, value in tree.items()} | {"sampled": np.asarray(sampled.token_ids)}
+  facts = {
+      "largest_share": {key: x.addressable_shards[0].data.size / x.size for key, x in state.params.items()},
+      "as_abstract": all(jax.tree.leaves(same_place)), "num_micro": int(batch.num_micro)}
+  if sizes == (2, 2, 2):
+    step(state, batch)
+    facts["compilations"] = step.jitted._cache_size()
+  return {key: np.asarray(value) for key, value in arrays.items()}, facts
+
+
+def main(path):
+  arrays, facts = {}, {}
+  for name, meshes in MESHES.items():
+    for sizes in meshes:
+      label = f"{name} {'x'.join(map(str, sizes))}"
+      found, facts[label] = take_step(name, sizes)
+      arrays |= {f"{label}/{key}": value for key, value in found.items()}
+  np.savez(path, facts=json.dumps(facts), **arrays)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])

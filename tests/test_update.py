@@ -1,0 +1,293 @@
+"""The update step: its gradient against an independent reference, what must not change it, and what stops it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from small_rollouts import collate, decoder_config, parameters, random_groups, resampled, trajectory
+from stratified import advantages, batching, optimizer, update
+from stratified.policy import decoder
+
+CONFIG = decoder_config()
+PARAMS = parameters(CONFIG, scale=2.0)
+REFERENCE = parameters(CONFIG, seed=1, scale=2.0)
+NUM_STRATA = 3
+LOSS = dict(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3")
+
+# An optimizer that moves nothing and keeps the gradient it was given as its state.
+RECORD = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient))
+
+
+@functools.cache
+def step_of(mesh, chain=RECORD, name="gn", loss=tuple(LOSS.items()), **options):
+  return update.make_update(
+      mesh, CONFIG, chain, token_loss=update.policy_gradient(**dict(loss)),
+      advantage=advantages.make(name, num_strata=NUM_STRATA), num_strata=NUM_STRATA, **options)
+
+
+def state_of(mesh, chain=RECORD, params=PARAMS, reference=REFERENCE):
+  state = update.init_state(mesh, CONFIG, params, chain, with_reference=True)
+  return state._replace(reference=jax.tree.map(
+      lambda new, old: jax.device_put(new, old.sharding), reference, state.reference))
+
+
+def run(mesh, batch, **options):
+  """(gradient, stats) of one step as NumPy."""
+  state, stats = step_of(mesh, **options)(state_of(mesh), batching.place(mesh, batch))
+  return jax.device_get(state.opt_state), jax.device_get(stats)
+
+
+def distance(found, expected):
+  """Norm of the difference of two trees over the norm of the second."""
+  return float(optax.global_norm(jax.tree.map(jnp.subtract, found, expected)) / optax.global_norm(expected))
+
+
+def with_loss(**changes):
+  return tuple((LOSS | changes).items())
+
+
+# --- An independent reference: one rollout after the other, unpacked, plain log_softmax, NumPy advantages. ---
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def alone_logp(params, token_t, temperature=1.0):
+  """Log-probs [T - 1] of a rollout's tokens after the first."""
+  token = token_t[None]
+  x = decoder.hidden(CONFIG, params, token, jnp.arange(token.shape[1])[None], jnp.ones_like(token))
+  logp = jax.nn.log_softmax(decoder.logits(CONFIG, params, x)[0, :-1] / temperature)
+  return jnp.take_along_axis(logp, token_t[1:, None], axis=1)[:, 0]
+
+
+def trainer_logp(rollout, temperature=1.0):
+  return [0.0, *np.asarray(alone_logp(PARAMS, jnp.asarray(rollout.token_ids), temperature)).tolist()]
+
+
+def reference_gradient(groups, rewards, *, aggregation="token_mean", max_tokens=1, temperature=1.0):
+  """Gradient of mean over policy tokens of -A logp + 0.3 (exp(r - logp) - 1 - (r - logp)), A = (R - mean) / (std + 1e-6)."""
+  rewards = np.asarray(rewards, np.float64)
+  total, per_rollout = jax.tree.map(jnp.zeros_like, PARAMS), []
+  for q, group in enumerate(groups):
+    kept = [k for k, rollout in enumerate(group) if rollout.fault is None]
+    scores = rewards[q, kept]
+    for k, score in zip(kept, scores):
+      per_rollout.append((group[k], (score - scores.mean()) / (scores.std() + 1e-6)))
+  tokens = sum(rollout.num_policy_tokens for rollout, _ in per_rollout)
+  for rollout, advantage in per_rollout:
+    mask = np.concatenate([[s.origin == "policy"] * len(s.token_ids) for s in rollout.segments])[1:]
+    token = jnp.asarray(rollout.token_ids)
+    reference = alone_logp(REFERENCE, token, temperature)
+    divisor = {"token_mean": tokens, "sequence_mean": mask.sum() * len(per_rollout),
+               "constant": len(per_rollout) * max_tokens}[aggregation]
+
+    def loss(params):
+      logp = alone_logp(params, token, temperature)
+      x = reference - logp
+      return (mask * (-advantage * logp + 0.3 * (jnp.exp(x) - 1 - x))).sum() / divisor
+
+    total = jax.tree.map(jnp.add, total, jax.grad(loss)(PARAMS))
+  return total
+
+
+REWARDS = np.float32([[1, 0, 0], [0, 0.5, 1], [1, 1, 0]])
+
+
+@pytest.fixture(scope="module")
+def groups():
+  """Three questions with three rollouts each, whose log-probs are the trainer's; the last rollout is lost."""
+  made = resampled(random_groups(3, 3, seed=3), trainer_logp)
+  made[2][2] = trajectory(("prompt", [5, 6]), ("policy", [7, 8]), sample=2, stop="fault", fault="lost")
+  return made
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(aggregation="sequence_mean"), dict(aggregation="constant", max_tokens=50, chunk=8),
+    dict(temperature=0.7)], ids=lambda options: "-".join(options) or "token_mean")
+def test_the_gradient_is_that_of_each_rollout_alone(mesh, groups, options):
+  found, stats = run(mesh, collate(groups, rewards=REWARDS), **options)
+  options = {name: value for name, value in options.items() if name != "chunk"}
+  expected = reference_gradient(groups, REWARDS, **options)
+  assert distance(found, expected) < 2e-6
+  np.testing.assert_allclose(stats["grad/norm"], optax.global_norm(expected), rtol=1e-5)
+
+
+def test_a_plain_sgd_step_goes_down_that_gradient(mesh, groups):
+  chain = optimizer.make(name="sgd", learning_rate=0.5, clip_norm=1e9)
+  state, stats = step_of(mesh, chain)(state_of(mesh, chain), batching.place(mesh, collate(groups, rewards=REWARDS)))
+  expected = reference_gradient(groups, REWARDS)
+  moved = jax.tree.map(lambda old, new: old - new, PARAMS, jax.device_get(state.params))
+  assert distance(moved, jax.tree.map(lambda g: 0.5 * g, expected)) < 1e-5
+  assert int(state.step) == 1 and stats["update/skipped"] == 0
+  np.testing.assert_array_equal(state.reference["embed"], REFERENCE["embed"])
+
+
+@pytest.mark.parametrize("shape", [dict(rows=1), dict(rows=8), dict(rows=3, length=40), dict(rows=2, micro=9)],
+                         ids=str)
+def test_how_rows_are_packed_and_accumulated_changes_only_memory(mesh, groups, shape):
+  baseline, baseline_stats = run(mesh, collate(groups, rewards=REWARDS))
+  found, stats = run(mesh, collate(groups, rewards=REWARDS, **shape))
+  assert distance(found, baseline) < 1e-6
+  for name, value in baseline_stats.items():
+    np.testing.assert_allclose(stats[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_rollouts_in_another_order_and_other_rows_give_the_same_parameters(mesh, groups):
+  chain = optimizer.make(name="sgd", learning_rate=0.5, clip_norm=1e9)
+  step = step_of(mesh, chain)
+  def params_after(groups, rewards, rows):
+    return jax.device_get(step(state_of(mesh, chain), batching.place(mesh, collate(groups, rewards=rewards, rows=rows)))[0].params)
+  turned = [group[::-1] for group in groups[::-1]]
+  assert distance(params_after(turned, REWARDS[::-1, ::-1], 4), params_after(groups, REWARDS, 2)) < 1e-6
+
+
+def test_a_lost_rollouts_reward_and_stratum_change_nothing(mesh, groups):
+  rewards, strata = REWARDS.copy(), np.arange(9).reshape(3, 3) % NUM_STRATA
+  found = []
+  for reward, stratum in ((0, 0), (100, 1)):
+    rewards[2, 2], strata[2, 2] = reward, stratum
+    found.append(run(mesh, collate(groups, rewards=rewards, strata=strata.copy()), name="blend"))
+  jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
+  assert found[0][1]["advantage_qk"][2, 2] == 0
+
+
+def test_a_step_of_which_every_rollout_was_lost_moves_nothing_and_stays_finite(mesh, groups):
+  lost = [[trajectory(("prompt", [1]), stop="fault", fault="lost")] * 3] * 3
+  gradient, stats = run(mesh, collate(lost))
+  assert optax.global_norm(gradient) == 0 and stats["update/skipped"] == 0
+  assert all(np.isfinite(value).all() for value in stats.values())
+
+
+def test_equal_rewards_give_gn_no_policy_gradient(mesh, groups):
+  gradient, stats = run(mesh, collate(groups, rewards=np.ones((3, 3))), loss=with_loss(kl_coefficient=0.0))
+  assert optax.global_norm(gradient) == 0
+  assert stats["advantage/zero_share"] == 1 and stats["loss/policy"] == 0
+
+
+def test_on_policy_nothing_is_clipped_and_the_sampler_agrees(mesh, groups):
+  for old in ("trainer", "sampler"):
+    _, stats = run(mesh, collate(groups, rewards=REWARDS), loss=with_loss(old_log_probs=old))
+    assert stats["policy/clip_share"] == 0
+    assert stats["policy/logp_gap_max"] < 1e-5
+
+
+def shifted(groups, by):
+  """The groups as a sampler reports them whose log-probs lie `by` below the trainer's."""
+  return resampled(groups, lambda rollout: np.asarray(trainer_logp(rollout)) - by)
+
+
+def policy_only(mesh, groups, **changes):
+  return run(mesh, collate(groups, rewards=REWARDS), loss=with_loss(kl_coefficient=0.0, **changes))
+
+
+def test_the_gap_to_the_sampler_is_reported_and_matters_only_where_it_should(mesh, groups):
+  apart = shifted(groups, 0.1)
+  on_policy, _ = policy_only(mesh, groups)
+  trainer, stats = policy_only(mesh, apart)
+  np.testing.assert_allclose([stats["policy/logp_gap_mean"], stats["policy/logp_gap_max"]], 0.1, rtol=1e-4)
+  assert distance(trainer, on_policy) < 1e-6
+  # A ratio of e^0.1 = 1.105 lies within the clip, so each token's gradient is that ratio times its policy gradient.
+  sampler, stats = policy_only(mesh, apart, old_log_probs="sampler")
+  assert distance(sampler, jax.tree.map(lambda g: np.exp(0.1) * g, on_policy)) < 1e-5
+  assert stats["policy/clip_share"] == 0
+
+
+def test_a_ratio_beyond_the_clip_stops_only_what_is_already_more_likely_and_good(mesh, groups):
+  _, stats = policy_only(mesh, shifted(groups, 0.5), old_log_probs="sampler")
+  good = stats["advantage_qk"] > 0
+  lengths = np.float32([[t.num_policy_tokens * (t.fault is None) for t in group] for group in groups])
+  np.testing.assert_allclose(stats["policy/clip_share"], lengths[good].sum() / lengths.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("gap, weight", [(0.5, np.exp(0.5)), (2.0, 3.0), (-1.0, np.exp(-1.0))])
+def test_importance_weights_scale_the_gradient_up_to_their_cap(mesh, groups, gap, weight):
+  on_policy, _ = policy_only(mesh, groups)
+  found, _ = policy_only(mesh, shifted(groups, gap), importance_cap=3.0)
+  assert distance(found, jax.tree.map(lambda g: weight * g, on_policy)) < 1e-5
+
+
+# --- What surrounds the gradient ---
+
+
+def test_supervision_is_the_mean_cross_entropy_and_its_context_counts_the_given_weight(mesh, groups):
+  step = update.make_update(mesh, CONFIG, RECORD, token_loss=update.supervised)
+  rollouts = [rollout for group in groups for rollout in group if rollout.fault is None]
+  for weight in (0.0, 0.25):
+    batch = batching.weigh_context(collate(groups, rewards=REWARDS), weight)
+    state, stats = step(update.init_state(mesh, CONFIG, PARAMS, RECORD, with_reference=False), batching.place(mesh, batch))
+    masks = [np.concatenate([[1.0 if s.origin == "policy" else weight] * len(s.token_ids) for s in t.segments])[1:]
+             for t in rollouts]
+
+    def loss(params):
+      terms = [(mask * -alone_logp(params, jnp.asarray(t.token_ids))).sum() for t, mask in zip(rollouts, masks)]
+      return sum(terms) / sum(mask.sum() for mask in masks)
+
+    value, gradient = jax.value_and_grad(loss)(PARAMS)
+    assert distance(state.opt_state, gradient) < 2e-6
+    np.testing.assert_allclose(stats["warm_start/loss"], value, rtol=1e-5)
+
+
+def adam_state(mesh, chain):
+  state = state_of(mesh, chain)
+  return jax.tree.map(jnp.copy, state)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted_until_a_finite_one(mesh, groups):
+  chain = optimizer.make(learning_rate=1e-2)
+  step = step_of(mesh, chain)
+  good, bad = (batching.place(mesh, collate(groups, rewards=rewards)) for rewards in (REWARDS, REWARDS * np.inf))
+  state, stats = step(state_of(mesh, chain), good)
+  before = jax.device_get((state.params, state.opt_state))
+  for count in (1, 2):
+    state, stats = step(state, bad)
+    assert stats["update/skipped"] == 1 and int(state.skipped_in_a_row) == count
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
+  assert int(state.step) == 3
+  state, stats = step(state, good)
+  assert stats["update/skipped"] == 0 and int(state.skipped_in_a_row) == 0
+  assert distance(state.params, before[0]) > 0
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too(mesh, groups):
+  def token_loss(logp, entropy, reference_logp, advantage, micro):
+    return jnp.sqrt(jnp.abs(logp - jax.lax.stop_gradient(logp))), {"loss/policy": logp}, {}
+  step = update.make_update(mesh, CONFIG, optimizer.make(learning_rate=1e-2), token_loss=token_loss)
+  state = update.init_state(mesh, CONFIG, PARAMS, optimizer.make(learning_rate=1e-2), with_reference=False)
+  state, stats = step(state, batching.place(mesh, collate(groups)))
+  assert np.isfinite(stats["loss/policy"]) and not np.isfinite(stats["grad/norm"])
+  assert stats["update/skipped"] == 1
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), PARAMS)
+
+
+def test_batches_of_any_size_share_one_compilation_and_the_old_state_is_reused(mesh):
+  chain = optimizer.make(learning_rate=1e-3, warmup_steps=3)
+  step = update.make_update(
+      mesh, CONFIG, chain, token_loss=update.policy_gradient(**LOSS), num_strata=NUM_STRATA,
+      advantage=advantages.make("blend", num_strata=NUM_STRATA, alpha=0.6))
+  state, seen = state_of(mesh, chain), set()
+  for seed, longest in enumerate((6, 24, 12, 24)):
+    batch = collate(random_groups(3, 3, longest=longest, seed=seed), rows=1, length=30)
+    seen.add(int(batch.num_micro))
+    old = state
+    state, _ = step(state, batching.place(mesh, batch))
+    assert all(x.is_deleted() for x in jax.tree.leaves((old.params, old.opt_state)))
+  assert len(seen) > 2
+  assert step.jitted._cache_size() == 1
+
+
+def test_an_abstract_state_is_the_state_without_its_values(mesh):
+  chain = optimizer.make(learning_rate=1e-3)
+  state, abstract = state_of(mesh, chain), update.abstract_state(mesh, CONFIG, chain, with_reference=True)
+  describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+  assert jax.tree.structure(state) == jax.tree.structure(abstract)
+  assert describe(state.params) == describe(abstract.params) and describe(state.reference) == describe(abstract.reference)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+
+
+def test_an_unknown_aggregation_is_refused_in_words(mesh):
+  with pytest.raises(ValueError, match="loss.aggregation='mean' is unknown; choose one of .*token_mean"):
+    update.make_update(mesh, CONFIG, RECORD, token_loss=update.supervised, aggregation="mean")
