@@ -85,7 +85,7 @@ def _common() -> ml_collections.ConfigDict:
   c.optimizer = ml_collections.ConfigDict()
   c.optimizer.name = "adamw"
   c.optimizer.learning_rate = 1e-6
-  c.optimizer.warmup_ratio = 0.1
+  c.optimizer.warmup_steps = 20  # the paper's ratio of 0.1
   c.optimizer.weight_decay = 0.0
   c.optimizer.clip_norm = 1.0
   c.optimizer.b1 = 0.9
@@ -122,7 +122,7 @@ def _common() -> ml_collections.ConfigDict:
 
 def _tiny(c):
   """About a million parameters, built here, on the generated encyclopedia."""
-  c.num_steps = 200
+  c.num_steps = 300
   c.policy.width = 128
   c.policy.num_layers = 4
   c.policy.num_heads = 4
@@ -132,7 +132,7 @@ def _tiny(c):
   c.policy.unroll = 4
 
   c.data.name = "encyclopedia"
-  c.data.questions_per_step = 16
+  c.data.questions_per_step = 32
   c.data.entities = 2400
   c.data.near_duplicates = 0.2
   c.data.distractors = 0.1
@@ -151,8 +151,9 @@ def _tiny(c):
   c.sampler.block = 4
 
   c.strata.cap = 3
+  c.optimizer.name = "muon"
   c.optimizer.learning_rate = 3e-4
-  c.optimizer.warmup_ratio = 0.05
+  c.optimizer.warmup_steps = 10
   c.optimizer.b2 = 0.99
   c.packing.row_length = 192
   c.packing.rows = 8
@@ -163,7 +164,8 @@ def _tiny(c):
   c.warm_start.learning_rate = 2e-3
   c.warm_start.weight_decay = 0.0
   c.warm_start.context_weight = 0.3  # loss weight of the tokens that the script did not write
-  c.warm_start.mixture = (0.25, 0.25, 0.25, 0.25)  # shares of the demonstrations that search 0, 1, 2, 3 times
+  c.warm_start.encyclopedias = 24  # practice worlds, so that none is learnt by heart
+  c.warm_start.mixture = (0.15, 0.2, 0.25, 0.4)  # shares of the demonstrations that search 0, 1, 2, 3 times
 
   c.mesh.fsdp = 1
   c.eval.forced = True
@@ -212,3 +214,26 @@ def _instruct(c):
   _base(c)
   c.policy.checkpoint = "checkpoints/Qwen2.5-3B-Instruct"
   c.advantage.alpha = 0.8
+
+
+def sweep_alpha(add):
+  """From GRPO's estimator (0) to SAN (1)."""
+  for alpha in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+    add(**{"advantage.name": "blend", "advantage.alpha": alpha})
+
+
+def sweep_estimators(add):
+  for name in ("gn", "san", "blend", "stratified", "centered", "loo", "stratified_loo", "shrunk", "two_term", "dr_grpo",
+               "san_rms"):
+    add(**{"advantage.name": name})
+
+
+def sweep_strata(add):
+  """`random` has the sizes of `searches` and no meaning: the control."""
+  for name in ("searches", "random", "first_search", "outcome", "searches*outcome", "answered"):
+    add(**{"strata.name": name})
+
+
+def sweep_seeds(add):
+  for seed in range(5):
+    add(seed=seed)

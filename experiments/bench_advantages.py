@@ -3,9 +3,9 @@
     python experiments/bench_advantages.py [--estimators gn san blend] [--largest 20] [--json FILE]
 
 For 2^10 to 2^20 trajectories in groups of 8 and of 64 it prints the time of the jitted kernel (vmapped over
-questions), of SAN written with `jax.ops.segment_sum` alone, of NumPy (bincount over all groups at once), and of the
-per-group dictionary loop that trainers commonly run on the host; then the ratios, the growth with the number of
-trajectories, and how close a kernel comes to the bandwidth of a copy of the same arrays.
+questions), of SAN written with `jax.ops.segment_sum` alone, of NumPy (bincount over all groups at once),
+and of the per-group dictionary loop that trainers commonly run on the host; then the ratios, the growth
+with the number of trajectories, and how close a kernel comes to the bandwidth of a copy of the same arrays.
 """
 
 import argparse
@@ -30,7 +30,8 @@ def mean_and_std(values):
 
 
 def dictionary_loop(name, reward, stratum):
-  """One dictionary of lists by question (gn) or by question and stratum (san), then a loop over the trajectories."""
+  """One dictionary of lists by question (gn) or by question and stratum (san), then a loop over the
+  trajectories."""
   if name == "blend":
     san, gn = dictionary_loop("san", reward, stratum), dictionary_loop("gn", reward, stratum)
     return [0.6 * a + 0.4 * b for a, b in zip(san, gn)]
@@ -71,7 +72,7 @@ def segment_sums(reward_qk, stratum_qk):
   return jax.vmap(of_group)(reward_qk, stratum_qk)
 
 
-def best_of(function, *arguments, seconds=0.5):
+def best_of(function, *arguments, seconds=0.2):
   """Shortest of several runs in seconds: what the machine can do when nothing else runs."""
   jax.block_until_ready(function(*arguments))
   times, stop = [], time.perf_counter() + seconds
@@ -98,32 +99,42 @@ def measure(name, trajectories, samples):
     np.testing.assert_allclose(got, other.ravel(), rtol=1e-4, atol=1e-4)
   kernel_s = best_of(kernel, *on_device)
   # A kernel reads rewards, strata and mask and writes advantages: two copies' worth of bytes.
-  return dict(estimator=name, trajectories=trajectories, samples=samples, kernel_s=kernel_s, loop_s=loop_s,
-              numpy_s=best_of(numpy_segments, name, reward, stratum), segment_sum_s=best_of(segment_sums, *on_device[:2]),
-              copy_share=2 * best_of(jax.jit(lambda r: r + 1), on_device[0]) / kernel_s)
+  return dict(
+      estimator=name, trajectories=trajectories, samples=samples, kernel_s=kernel_s, loop_s=loop_s,
+      numpy_s=best_of(numpy_segments, name, reward, stratum),
+      segment_sum_s=best_of(segment_sums, *on_device[:2]) if name == "san" else None,
+      copy_share=2 * best_of(jax.jit(lambda r: r + 1), on_device[0]) / kernel_s)
+
+
+def report(name, trajectories, samples):
+  row = measure(name, trajectories, samples)
+  times = [row[f"{other}_s"] / row["kernel_s"] if row[f"{other}_s"] else None
+           for other in ("loop", "numpy", "segment_sum")]
+  loop, numpy, segments = (f"{x:.3g}x" if x else "-" for x in times)
+  print(f"{name:9} {samples:3}  {trajectories:12,}  {row['kernel_s'] * 1e3:9.3f}  {loop:>15}  {numpy:>7}"
+        f"  {segments:>11}  {row['copy_share']:6.1%}", flush=True)
+  return row
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--estimators", nargs="+", default=["gn", "san", "blend"], choices=["gn", "san", "blend"])
-  parser.add_argument("--largest", type=int, default=20, help="the largest number of trajectories, as a power of 2")
+  known = ["gn", "san", "blend"]
+  parser.add_argument("--estimators", nargs="+", default=known, choices=known)
+  parser.add_argument("--largest", type=int, default=20, help="largest number of trajectories, a power of 2")
   parser.add_argument("--json", help="write the measurements to this file")
   arguments = parser.parse_args()
   rows = []
   print(f"{jax.devices()[0].device_kind}, {len(jax.devices())} device(s), jax {jax.__version__}")
-  print("estimator   K  trajectories   kernel ms  vs dictionary loop  vs NumPy  vs segment_sum  share of copy bandwidth")
+  print("times are the kernel's advantage: the other's time over its own; copy: share of a copy's bandwidth")
+  print("estimator   K  trajectories  kernel ms  dictionary loop    NumPy  segment_sum    copy")
   for name in arguments.estimators:
     for samples in (8, 64):
-      for power in range(10, arguments.largest + 1, 2):
-        row = measure(name, 2**power, samples)
-        rows.append(row)
-        against = [row[f"{other}_s"] / row["kernel_s"] for other in ("loop", "numpy", "segment_sum")]
-        print(f"{name:9} {samples:3}  2^{power:<11} {row['kernel_s'] * 1e3:10.3f}  {against[0]:17.0f}x {against[1]:8.1f}x"
-              f" {against[2] if name == 'san' else float('nan'):13.1f}x {row['copy_share']:22.1%}", flush=True)
-      large = rows[-2:]
-      if len(large) == 2 and large[0]["samples"] == samples:
-        growth = math.log(large[1]["kernel_s"] / large[0]["kernel_s"], large[1]["trajectories"] / large[0]["trajectories"])
-        print(f"{name}, K = {samples}: time grows with trajectories to the power {growth:.2f}")
+      measured = [report(name, 2**power, samples) for power in range(10, arguments.largest + 1, 2)]
+      rows += measured
+      if len(measured) > 1:
+        before, last = measured[-2:]
+        growth = math.log(last["kernel_s"] / before["kernel_s"], last["trajectories"] / before["trajectories"])
+        print(f"{name}, K = {samples}: the kernel's time grows as trajectories to the power {growth:.2f}")
   if arguments.json:
     with open(arguments.json, "w", encoding="utf-8") as file:
       json.dump(rows, file, indent=1)

@@ -5,6 +5,7 @@ Everything that can be refused is refused by `check`, before any work is done.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -23,7 +24,9 @@ from stratified.rollout.jax_sampler import JaxSampler, SamplerConfig
 from stratified.rollout.limits import Limits
 from stratified.types import Question
 
-SECOND_SEED = 1_000_003  # the second encyclopedia is made from this far beyond the run's seed
+# How far beyond the run's seed the seeds of the other encyclopedias lie: the one that training never sees, and those
+# that the warm start practises in.
+SECOND_SEED, PRACTICE_SEED = 1_000_003, 2_000_003
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,6 @@ class World:
   retriever: Any
   questions_at: Callable[[int], list[Question]]
   held_out: Callable[[int], dict[str, tuple[list[Question], Any]]]  # count -> name -> (questions, retriever)
-  encyclopedia: Any = None
 
 
 class Timed:
@@ -85,6 +87,9 @@ def check(config) -> None:
   limits(config)
   optimizer(config)
   if config.data.name == "files":
+    if config.warm_start.num_steps:
+      raise ValueError(f"warm_start.num_steps={config.warm_start.num_steps} must be 0 with data.name='files': "
+                       "demonstrations are scripted for the generated encyclopedia alone")
     _check_files(config)
   mesh = mesh_of(config)
   sharding.check_divisible(mesh, {
@@ -152,7 +157,7 @@ def optimizer(config, *, warm_start: bool = False):
     return optimizers.make(name=w.optimizer, learning_rate=w.learning_rate, warmup_steps=max(1, w.num_steps // 20), decay_steps=w.num_steps,
                            weight_decay=w.weight_decay, clip_norm=o.clip_norm, b1=0.9, b2=0.98)
   return optimizers.make(
-      name=o.name, learning_rate=o.learning_rate, warmup_steps=round(o.warmup_ratio * config.num_steps),
+      name=o.name, learning_rate=o.learning_rate, warmup_steps=o.warmup_steps,
       weight_decay=o.weight_decay, clip_norm=o.clip_norm, b1=o.b1, b2=o.b2)
 
 
@@ -184,11 +189,14 @@ def world(config) -> World:
   return (_encyclopedia_world if config.data.name == "encyclopedia" else _file_world)(config)
 
 
+def _encyclopedia_settings(d) -> encyclopedia.EncyclopediaConfig:
+  names = ("entities", "near_duplicates", "distractors", "paraphrases", "common_facts")
+  return encyclopedia.EncyclopediaConfig(**{name: d[name] for name in names})
+
+
 def _encyclopedia_world(config) -> World:
   d = config.data
-  settings = encyclopedia.EncyclopediaConfig(
-      entities=d.entities, near_duplicates=d.near_duplicates, distractors=d.distractors, paraphrases=d.paraphrases,
-      common_facts=d.common_facts)
+  settings = _encyclopedia_settings(d)
   first, second = (encyclopedia.make(settings, seed) for seed in (config.seed, config.seed + SECOND_SEED))
   search = Timed(BM25(first.passages))
 
@@ -200,7 +208,7 @@ def _encyclopedia_world(config) -> World:
       tokenizer=tokenizers.build(), protocol=PROTOCOLS[config.rollout.protocol](), limits=limits(config), retriever=search,
       questions_at=lambda step: generated.training_questions(
           first, seed=config.seed, step=step, count=d.questions_per_step, hop_shares=d.hop_shares),
-      held_out=held_out, encyclopedia=first)
+      held_out=held_out)
 
 
 def _file_world(config) -> World:
@@ -258,19 +266,28 @@ def reinforcement_update(config, mesh, model, optimizer_, num_strata: int):
 
 
 def demonstration_batches(config, world_: World):
-  """step -> Batch of scripted demonstrations, one a question, through the agent loop; and their packing."""
-  w = config.warm_start
-  script = demonstrations.Demonstrator(
-      world_.encyclopedia, world_.tokenizer, seed=config.seed, config=demonstrations.DemonstrationConfig(
-          mixture=tuple(w.mixture), max_turns=config.rollout.max_turns))
-  shape = batching.Packing.for_rollouts(w.demonstrations_per_step, length=config.packing.row_length, rows=config.packing.rows)
+  """step -> Batch of scripted demonstrations, one a question, through the agent loop.
+
+  They are set in practice encyclopedias of their own, taken in turn: the policy learns to search, read and copy, and
+  has no page of the world that it is trained and tested in to learn by heart. Common knowledge is the same everywhere.
+  """
+  w, d = config.warm_start, config.data
+  shape = batching.Packing.for_rollouts(
+      w.demonstrations_per_step, length=config.packing.row_length, rows=config.packing.rows)
+  script_config = demonstrations.DemonstrationConfig(mixture=tuple(w.mixture), max_turns=config.rollout.max_turns)
+
+  @functools.cache
+  def practice(number: int):
+    book = encyclopedia.make(_encyclopedia_settings(d), config.seed + PRACTICE_SEED + number)
+    return book, BM25(book.passages), demonstrations.Demonstrator(
+        book, world_.tokenizer, seed=config.seed, config=script_config)
 
   def batch_at(step: int):
+    book, search, script = practice(step % w.encyclopedias)
     questions = generated.training_questions(
-        world_.encyclopedia, seed=config.seed + 1, step=step, count=w.demonstrations_per_step,
-        hop_shares=config.data.hop_shares)
+        book, seed=config.seed, step=step, count=w.demonstrations_per_step, hop_shares=d.hop_shares)
     script.begin(step, questions)
-    groups = loop.collect(questions, sampler=script, retriever=world_.retriever, tokenizer=world_.tokenizer,
+    groups = loop.collect(questions, sampler=script, retriever=search, tokenizer=world_.tokenizer,
                           protocol=world_.protocol, limits=world_.limits, samples_per_question=1, step=step)
     zeros = np.zeros((len(groups), 1), np.int32)
     batch = batching.collate(groups, packing=shape, rewards=zeros, strata=zeros, num_strata=1)

@@ -90,9 +90,11 @@ def train(config, workdir: pathlib.Path) -> None:
           writer.write(row)
           if step % config.logging.trajectories_every == 0:
             writer.write_trajectories(step, build.records(world, groups, reward, strata, advantage))
-          if config.eval.every and step % config.eval.every == 0 and step < config.num_steps:
+          last = step == config.num_steps
+          if last or config.eval.every and step % config.eval.every == 0:
             phases.evaluate_at(config, state.params, world, judge, writer, workdir, step)
-          checkpointer.save(step, state)
+          # After all of the step's rows: a run killed before this repeats the step, one killed after it has them.
+          checkpointer.save(step, state, force=last)
           progress.update(1, note=f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}")
           if int(state.skipped_in_a_row) >= MOST_SKIPPED:
             checkpointer.save(step, state, force=True)
@@ -104,8 +106,6 @@ def train(config, workdir: pathlib.Path) -> None:
       checkpointer.save(step, state, force=True)
       if stop.asked:
         print(f"stopped at step {step} of {config.num_steps} and saved; the same command goes on", flush=True)
-      else:
-        phases.evaluate_at(config, state.params, world, judge, writer, workdir, step)
     print(f"report: {report.write(workdir)}", flush=True)
 
 

@@ -1,8 +1,9 @@
 """Partition functions: one question's trajectories in, one stratum id each out. Plain Python, no arrays.
 
-`make` turns the name in a configuration into a `Partition`. A trajectory's own partitions (searches, first_search,
-outcome, answered) look at one trajectory; `product` crosses two; `random` shuffles another's ids within the group, so
-that its strata have the same sizes and no meaning: the control for "any partition would have helped".
+`make` turns the name in a configuration into a `Partition`. A trajectory's own partitions (searches,
+first_search, outcome, answered) look at one trajectory; `product` crosses two; `random` shuffles another's
+ids within the group, so that its strata have the same sizes and no meaning: the control for "any partition
+would have helped".
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ class Partition(NamedTuple):
 
 
 def searches(trajectory: Trajectory) -> int:
-  """The number of executed queries (the partition of arXiv 2510.06214); a refused or empty search is one too."""
+  """The number of executed queries, refused and empty ones too: the partition of arXiv 2510.06214."""
   return trajectory.num_searches
 
 
@@ -39,7 +40,8 @@ def first_search(trajectory: Trajectory) -> int:
 
 def outcome(trajectory: Trajectory) -> int:
   """The best that the searches brought: 0 no search, 1 only errors, 2 nothing found, 3 at least one hit."""
-  return max((("error", "empty", "hit").index(search.outcome) + 1 for search in trajectory.searches), default=0)
+  rank = {"error": 1, "empty": 2, "hit": 3}
+  return max((rank[search.outcome] for search in trajectory.searches), default=0)
 
 
 def answered(trajectory: Trajectory) -> int:
@@ -63,12 +65,13 @@ def _checked(identity, function) -> int:
   if isinstance(identity, bool):
     identity = int(identity)
   if not hasattr(identity, "__index__") or (identity := identity.__index__()) < 0:
-    raise ValueError(f"the partition function {name} returned {identity!r}; a stratum is a whole number, 0 or more")
+    raise ValueError(
+        f"the partition function {name} returned {identity!r}; a stratum is a whole number, 0 or more")
   return identity
 
 
 def product(left: Partition, right: Partition) -> Partition:
-  """The common refinement: two trajectories share a stratum iff they share one in both. Ids are left * right.num + right."""
+  """The common refinement: two trajectories share a stratum iff they share one in both partitions."""
   def assign(group: Sequence[Trajectory], step: int | None = None) -> list[int]:
     return [a * right.num_strata + b for a, b in zip(left.assign(group, step), right.assign(group, step))]
 
@@ -109,20 +112,21 @@ _BY_TRAJECTORY = {
 def make(name: str, *, cap: int = 4, seed: int = 0, base: str = "searches") -> Partition:
   """The partition that a configuration names.
 
-  name  searches, first_search, outcome, answered; two or more crossed, as in "searches*outcome"; "random", the ids of
-        `base` shuffled within each group; or "module:function", a function of your own from a Trajectory to a whole
-        number, found on the Python path or in the working directory
+  name  searches, first_search, outcome, answered; two or more crossed, as in "searches*outcome"; "random",
+        the ids of `base` shuffled within each group; or "module:function", a function of your own from a
+        Trajectory to a whole number, found on the Python path or in the working directory
   cap   counts from 0 to cap get a stratum each, larger ones share the last (also for "module:function")
   seed  of "random"
 
   Raises ValueError, one sentence, for an unknown name or a cap below 1.
   """
   if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
-    raise ValueError(f"strata.cap is {cap!r}; it must be a whole number of 1 or more, since with a single stratum "
+    raise ValueError(f"strata.cap is {cap!r}; it must be a whole number of 1 or more, since with one stratum "
                      "every stratified estimator is its group one (for that, choose advantage.name = gn)")
   if name == "random":
     if base == "random":
-      raise ValueError("strata.base is 'random'; it names the partition whose sizes are kept, for example 'searches'")
+      raise ValueError(
+          "strata.base is 'random'; it names the partition whose sizes are kept, for example 'searches'")
     return shuffled(make(base, cap=cap, seed=seed), seed)
   return functools.reduce(product, [_one(part.strip(), name, cap) for part in str(name).split("*")])
 
@@ -131,8 +135,9 @@ def _one(part: str, name: str, cap: int) -> Partition:
   if ":" in part:
     return by_trajectory(load_function(part), cap + 1)
   if part not in _BY_TRAJECTORY:
-    raise ValueError(f"strata.name is {name!r}, and {part!r} is no partition; choose from {', '.join(_BY_TRAJECTORY)}, "
-                     "random, two of them crossed as in 'searches*outcome', or your own as 'module:function'")
+    raise ValueError(f"strata.name is {name!r}, and {part!r} is no partition; choose from "
+                     f"{', '.join(_BY_TRAJECTORY)}, random, two of them crossed as in 'searches*outcome', or "
+                     "your own as 'module:function'")
   function, num_strata = _BY_TRAJECTORY[part]
   return by_trajectory(function, num_strata(cap))
 
@@ -140,7 +145,7 @@ def _one(part: str, name: str, cap: int) -> Partition:
 def load_function(spec: str) -> Callable[[Trajectory], int]:
   """Imports "module:function". The working directory is searched after the Python path.
 
-  Raises ValueError where the module or the function does not exist; an error inside the module is left as it is.
+  Raises ValueError where module or function do not exist; an error inside the module is left as it is.
   """
   module_name, _, function_name = spec.partition(":")
   if os.getcwd() not in sys.path:
@@ -150,8 +155,8 @@ def load_function(spec: str) -> Callable[[Trajectory], int]:
   except ModuleNotFoundError as error:
     if error.name != module_name and not module_name.startswith(f"{error.name}."):
       raise
-    raise ValueError(f"strata.name is {spec!r}, but there is no module {error.name!r} on the Python path or in "
-                     f"{os.getcwd()}; add its folder to PYTHONPATH") from error
+    raise ValueError(f"strata.name is {spec!r}, but there is no module {error.name!r} on the Python path or "
+                     f"in {os.getcwd()}; add its folder to PYTHONPATH") from error
   function = getattr(module, function_name, None)
   if not callable(function):
     raise ValueError(f"strata.name is {spec!r}, but {module.__file__} has no function {function_name!r}; "

@@ -1,9 +1,10 @@
-"""The decompositions of arXiv 2510.06214 as functions, their finite-sample corrections, and the diagnostics of a step.
+"""The decompositions of arXiv 2510.06214, their finite-sample corrections, and the diagnostics of a step.
 
-Functions of rewards take one group, [K], and have the estimators' arguments (stratified.advantages.group): `vmap` is
-the caller's. R_g, s_g are mean and standard deviation of the group; n_k, R_k, s_k of a sample's stratum k; n counts
-the valid rollouts. Deviations divide by n or n_k, as the theorems do. Closed forms (`expected_*`, `attenuation`) are
-float64 NumPy: they describe a setting (stratum probabilities p_s, success rates q_s, K rollouts), not a batch.
+Functions of rewards take one group, [K], and have the estimators' arguments (stratified.advantages.group):
+`vmap` is the caller's. R_g, s_g are mean and standard deviation of the group; n_k, R_k, s_k of a sample's
+stratum k; n counts the valid rollouts. Deviations divide by n or n_k, as the theorems do. Closed forms
+(`expected_*`, `attenuation`) are float64 NumPy: they describe a setting (stratum probabilities p_s, success
+rates q_s, K rollouts), not a batch.
 """
 
 import math
@@ -17,7 +18,7 @@ from stratified.advantages import sums
 
 
 class Moments(NamedTuple):
-  """Per stratum, [num_strata]: valid rollouts, mean reward, population standard deviation; 0 for an empty stratum."""
+  """Per stratum, [num_strata]: valid rollouts, mean reward, population deviation; 0 for an empty one."""
 
   count_s: Any
   mean_s: Any
@@ -52,7 +53,8 @@ def _centered_parts(g: sums.Group):
 def gn_parts(reward_k, stratum_k, *, num_strata: int, mask_k=None, eps=1e-6):
   """Proposition 3, GN_i = alpha_k SAN_i + Delta_k: (alpha_k, SAN_i, Delta_k), [K] each, 0 where masked.
 
-  alpha_k = (s_k + eps) / (s_g + eps) and Delta_k = (R_k - R_g) / (s_g + eps). In a group without spread all are 0.
+  alpha_k = (s_k + eps) / (s_g + eps) and Delta_k = (R_k - R_g) / (s_g + eps); all 0 in a group without
+  spread.
   """
   g = sums.prepare(reward_k, stratum_k, mask_k, num_strata)
   within_k, between_k = _centered_parts(g)
@@ -63,14 +65,17 @@ def gn_parts(reward_k, stratum_k, *, num_strata: int, mask_k=None, eps=1e-6):
 
 
 def gradient_parts(reward_k, stratum_k, score, *, num_strata: int, mask_k=None, eps=1e-6):
-  """Eq. 6: the two parts of the GN gradient, (1/n) sum_i alpha_k SAN_i score_i and (1/n) sum_i Delta_k score_i.
+  """Eq. 6, the two parts of the GN gradient: (1/n) sum_i w_i score_i, w = alpha_k SAN_i and w = Delta_k.
 
-  score  pytree of arrays [K, ...], the gradient of each trajectory's log-prob; the parts have the trailing shapes and
-         add up to (1/n) sum_i GN_i score_i
+  score  pytree of arrays [K, ...], the gradient of each trajectory's log-prob; the parts have the trailing
+         shapes and add up to (1/n) sum_i GN_i score_i
   """
   alpha_k, san_k, offset_k = gn_parts(reward_k, stratum_k, num_strata=num_strata, mask_k=mask_k, eps=eps)
   n = alpha_k.shape[0] if mask_k is None else jnp.maximum(jnp.sum(mask_k > 0), 1)
-  part = lambda weight_k: jax.tree.map(lambda score_k: jnp.einsum("k,k...->...", weight_k, score_k) / n, score)
+
+  def part(weight_k):
+    return jax.tree.map(lambda score_k: jnp.einsum("k,k...->...", weight_k, score_k) / n, score)
+
   return part(alpha_k * san_k), part(offset_k)
 
 
@@ -96,9 +101,9 @@ def _variance_terms(g: sums.Group, within_k, between_k, eps):
 def advantage_by_stratum(advantage, stratum, weight, *, num_strata: int):
   """sum_i weight_i A_i over the samples of each stratum, [num_strata]; any shape in, `weight` 0 where masked.
 
-  What a loss adds up on the choice of a stratum, one token per trajectory, is this with weight 1; over all policy
-  tokens it is this with their number. Unit weights give exactly 0 for SAN. A loss that averages each trajectory over
-  its own length has weights 1 / length instead, and the cancellation is lost.
+  What a loss adds up on the choice of a stratum, one token per trajectory, is this with weight 1; over all
+  policy tokens it is this with their number. Unit weights give exactly 0 for SAN. A loss that averages each
+  trajectory over its own length has weights 1 / length instead, and the cancellation is lost.
   """
   return jax.ops.segment_sum((advantage * weight).ravel(), stratum.ravel(), num_strata)
 
@@ -108,8 +113,9 @@ def attenuation(name: str, p, samples: int, q=None):
 
   name  "stratified": 1 - (1 - (1 - p)^K) / (K p), since the stratum's mean contains the sample itself
         "stratified_loo": 1 - (1 - p)^(K - 1), since a singleton has no baseline
-        "san": rewards 0 or 1 with success rate q, E[sqrt(m (n - m))] / (K p sqrt(q (1 - q))), n ~ Binomial(K, p)
-               rollouts in the stratum and m ~ Binomial(n, q) successes; the infinite group's is Theorem 3's (eps = 0)
+        "san": rewards 0 or 1 with success rate q, E[sqrt(m (n - m))] / (K p sqrt(q (1 - q))), n ~
+               Binomial(K, p) rollouts in the stratum and m ~ Binomial(n, q) successes; the infinite group's
+               is Theorem 3's (eps = 0)
   p, q  probability of the stratum and success rate inside it, both in (0, 1]; samples  K
 
   Derived for scores of the acts inside the stratum, whose expectation within it is 0.
@@ -133,8 +139,8 @@ def binomial(n: int, m: int, p: float) -> float:
 def expected_zero_share(name: str, p_s, q_s, samples: int) -> float:
   """Expected share of trajectories with advantage 0; rewards 0 or 1, K = samples rollouts without faults.
 
-  name  "san": sum_s p_s [q_s (1 - p_s (1 - q_s))^(K - 1) + (1 - q_s) (1 - p_s q_s)^(K - 1)]: no rollout of the same
-               stratum has the other reward
+  name  "san": sum_s p_s [q_s (1 - p_s (1 - q_s))^(K - 1) + (1 - q_s) (1 - p_s q_s)^(K - 1)]: no rollout of
+               the same stratum has the other reward
         "gn": Q^K + (1 - Q)^K with Q = sum_s p_s q_s: no rollout of the group has the other reward
   """
   p_s, q_s = np.asarray(p_s, np.float64), np.asarray(q_s, np.float64)
@@ -152,20 +158,21 @@ def expected_singleton_share(p_s, samples: int) -> float:
   return float(p_s @ (1 - p_s) ** (samples - 1))
 
 
-def diagnostics(reward_qk, stratum_qk, valid_qk, advantage_qk, *, num_strata: int, eps=1e-6) -> dict[str, jax.Array]:
+def diagnostics(reward_qk, stratum_qk, valid_qk, advantage_qk, *, num_strata: int,
+                eps=1e-6) -> dict[str, jax.Array]:
   """The scalars that are logged at every step; jittable, all finite, also when nothing is valid (then 0).
 
   Averages over questions run over those with a valid rollout, the others over valid trajectories:
 
     advantage/zero_share  share of trajectories with an advantage of exactly 0
     advantage/rms         root mean square of the advantages
-    advantage/within_rms, advantage/between_rms  the same of the two parts of Proposition 1, R_i - R_k and R_k - R_g
+    advantage/within_rms, advantage/between_rms   root mean squares of R_i - R_k and R_k - R_g
     strata/count          mean number of distinct strata in a question
     strata/singleton_share  share of trajectories alone in their stratum
     strata/share_S        share of trajectories in stratum S
-    theory/between_stratum_variance  mean over questions of (1/n) sum_k n_k (R_k - R_g)^2, Theorem 1's difference
-    theory/normalization_effect  mean over questions of Theorem 2's Term B
-    theory/cross_stratum_offset_rms  mean over questions of the root mean square of Proposition 3's Delta_k
+    theory/between_stratum_variance   mean of (1/n) sum_k n_k (R_k - R_g)^2, Theorem 1's difference
+    theory/normalization_effect       mean of Theorem 2's Term B
+    theory/cross_stratum_offset_rms   mean of the root mean square of Proposition 3's Delta_k
   """
   valid_qk = valid_qk > 0
 

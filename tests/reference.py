@@ -1,6 +1,8 @@
-"""The estimators once more, in float64 NumPy, written for clarity from their formulas and not from the kernels.
+"""The estimators once more, in float64 NumPy, written for clarity from their formulas and not from the
+kernels.
 
-Every function takes one group as plain sequences: rewards, stratum ids, mask. Loops over strata and samples are meant.
+Every function takes one group as plain sequences: rewards, stratum ids, mask. Loops over strata and samples
+are meant.
 """
 
 import numpy as np
@@ -11,9 +13,11 @@ def valid(mask):
 
 
 def mean_std(values, ddof=0):
-  """Mean and standard deviation by the textbook's two passes; the deviation is 0 with ddof or fewer values."""
+  """Mean and standard deviation by the textbook's two passes; the deviation is 0 with ddof or fewer
+  values."""
   values = np.asarray(values, np.float64)
-  mean = values[0] + np.mean(values - values[0])  # the same number; keeps the digits behind a large common offset
+  # The mean, from the first value: keeps the digits behind a large common offset.
+  mean = values[0] + np.mean(values - values[0])
   if len(values) <= ddof:
     return mean, 0.0
   return mean, float(np.sqrt(np.sum((values - mean) ** 2) / (len(values) - ddof)))
@@ -123,7 +127,8 @@ def san_rms(reward, stratum, mask, eps=1e-6, ddof=0):
 
 
 GROUP = dict(gn=gn, san=san, blend=blend, centered=centered, stratified=stratified, loo=loo, san_rms=san_rms,
-             stratified_loo=stratified_loo, shrunk=shrunk, two_term=two_term, dr_grpo=dr_grpo, reinforce=reinforce)
+             stratified_loo=stratified_loo, shrunk=shrunk, two_term=two_term, dr_grpo=dr_grpo,
+             reinforce=reinforce)
 
 
 def over_batch(estimator, reward_qk, stratum_qk, mask_qk, **options):
@@ -139,7 +144,8 @@ def gn_batch(reward_qk, stratum_qk, mask_qk, eps=1e-6, ddof=0):
 
 
 def gae(reward, value, trajectory, mask, gamma, lam):
-  """The sum of discounted temporal differences, each policy token's written out over the later ones of its trajectory."""
+  """The sum of discounted temporal differences, each policy token's written out over the later ones of its
+  trajectory."""
   advantage = np.zeros(len(reward), np.float64)
   for t in valid(mask):
     later = [u for u in valid(mask) if u >= t and trajectory[u] == trajectory[t]]

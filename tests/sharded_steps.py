@@ -56,7 +56,7 @@ def take_step(name, sizes):
   state = update.init_state(mesh, config, parameters(config, scale=2.0), chain, with_reference=True)
   other = parameters(config, seed=1, scale=2.0)
   state = state._replace(reference={key: jax.device_put(other[key], old.sharding) for key, old in state.reference.items()})
-  batch = batching.place(mesh, collate(random_groups(8, 3, vocab=64, seed=4), rows=8, length=24, micro=3))
+  batch = batching.place(mesh, collate(random_groups(8, 3, vocab=64, longest=21, seed=4), rows=8, length=24, micro=3))
   state, stats = step(state, batch)
   abstract = update.abstract_state(mesh, config, chain, with_reference=True)
   same_place = jax.tree.map(lambda x, wanted: x.sharding.is_equivalent_to(wanted.sharding, x.ndim), state, abstract)

@@ -1,7 +1,7 @@
 """Small random checkpoints of every family, made by transformers and written where a test says.
 
-Sizes and numbers are chosen so that a mistake shows: heads, key-value heads and widths all differ, norms are not
-one, biases not zero, the norm's epsilon and the rotary base are unusual, and scores spread over a few units.
+Sizes and numbers are chosen so that a mistake shows: heads, key-value heads and widths all differ, norms are
+not one, biases not zero, the norm's epsilon and the rotary base are unusual, scores spread over a few units.
 """
 
 import functools
@@ -9,11 +9,13 @@ import pathlib
 import tempfile
 
 import numpy as np
-import torch
+import pytest
 import transformers
 
+torch = pytest.importorskip("torch", reason="needs torch, which the decoder is compared with")
+
 SIZES = dict(
-    vocab_size=97, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+    vocab_size=97, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, rms_norm_eps=1e-3, max_position_embeddings=128)
 LLAMA3 = dict(rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)

@@ -1,4 +1,5 @@
-"""The estimators against the float64 reference and by hand, their options, and the sentences that refuse bad ones."""
+"""The estimators against the float64 reference and by hand, their options, and the sentences that refuse
+bad ones."""
 
 import json
 import os
@@ -17,8 +18,8 @@ from stratified import advantages
 
 STRATA = 4
 OPTIONS = {
-    "san": [{}, dict(fallback="gn"), dict(fallback="shrink", kappa=2.0), dict(fallback="gn", fallback_on="constant"),
-            dict(fallback="shrink", fallback_on="constant")],
+    "san": [{}, dict(fallback="gn"), dict(fallback="shrink", kappa=2.0),
+            dict(fallback="gn", fallback_on="constant"), dict(fallback="shrink", fallback_on="constant")],
     "blend": [dict(alpha=0.0), dict(alpha=0.3), dict(alpha=1.0), dict(kappa=2.0)],
     "shrunk": [dict(kappa=0.0), dict(kappa=1.5)],
     "two_term": [dict(lam=0.0), dict(lam=0.4), dict(lam=1.0)],
@@ -29,7 +30,8 @@ CASES = {name + "".join(f" {key}={value}" for key, value in options.items()): (n
 
 @jax.jit
 def every(reward, stratum, mask, eps=1e-6, ddof=0):
-  """{case: advantages [Q, K]} of every estimator with each of its options: one compilation for a shape and dtype."""
+  """{case: advantages [Q, K]} of every estimator with each of its options: one compilation for a shape and
+  dtype."""
   def of(name, options):
     kernel = getattr(advantages, name)
     return jax.vmap(lambda r, s, m: kernel(r, s, num_strata=STRATA, mask_k=m, eps=eps, ddof=ddof, **options))(
@@ -39,7 +41,8 @@ def every(reward, stratum, mask, eps=1e-6, ddof=0):
 
 
 def groups(num, samples, seed=0, levels=4):
-  """Rewards of few levels (ties, constant groups and strata), strata of uneven sizes, masks down to the empty group."""
+  """Rewards of few levels (ties, constant groups and strata), strata of uneven sizes, masks down to the
+  empty group."""
   rng = np.random.default_rng(seed)
   reward = rng.integers(0, levels, (num, samples)) / 2
   reward[::5] = reward[::5, :1]
@@ -53,7 +56,8 @@ def groups(num, samples, seed=0, levels=4):
 
 def expected(case, reward, stratum, mask, **options):
   name, own = CASES[case]
-  return np.array([reference.GROUP[name](r, s, m, **own, **options) for r, s, m in zip(reward, stratum, mask)])
+  estimator = reference.GROUP[name]
+  return np.array([estimator(*group, **own, **options) for group in zip(reward, stratum, mask)])
 
 
 @pytest.mark.parametrize("samples", [8, 20])
@@ -63,8 +67,8 @@ def test_equals_the_reference_in_float64(samples):
     for ddof in (0, 1):
       for case, got in every(reward, stratum, mask, 1e-3, ddof).items():
         assert got.dtype == np.float64
-        np.testing.assert_allclose(np.asarray(got), expected(case, reward, stratum, mask, eps=1e-3, ddof=ddof),
-                                   rtol=1e-12, atol=1e-12, err_msg=case)
+        want = expected(case, reward, stratum, mask, eps=1e-3, ddof=ddof)
+        np.testing.assert_allclose(np.asarray(got), want, rtol=1e-12, atol=1e-12, err_msg=case)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
@@ -81,7 +85,8 @@ def test_narrow_rewards_accumulate_in_float32(dtype):
 @pytest.mark.parametrize("scale,offset", [(1e-8, 0), (1e-4, 0), (1e4, 0), (1e8, 0), (1, 1e6), (1e8, -1e8)])
 def test_scales_and_offsets(samples, scale, offset):
   reward, stratum, mask = groups(60, samples, seed=2, levels=5)
-  reward = (np.random.default_rng(3).normal(size=reward.shape) * (reward > 0) * scale + offset).astype(np.float32)
+  spread = np.random.default_rng(3).normal(size=reward.shape) * (reward > 0)
+  reward = (spread * scale + offset).astype(np.float32)
   for case, got in every(reward, stratum, mask.astype(np.float32)).items():
     want = expected(case, reward.astype(np.float64), stratum, mask)
     # Relative to the group's own advantages: two-pass sums of differences lose nothing to the offset.
@@ -107,7 +112,7 @@ def test_a_group_of_one_gets_zero_and_not_its_reward():
 
 
 def test_singletons_are_zero_and_never_nan():
-  # arXiv 2510.06214, Definition 1 with n_k = 1: the numerator is 0; a sample deviation (ddof 1) would be 0 / 0.
+  # arXiv 2510.06214, Definition 1 with n_k = 1: the numerator is 0, a sample deviation would be 0 / 0.
   reward, stratum = np.array([1.0, 0.0, 1.0, 0.0], np.float32), np.array([0, 1, 2, 2], np.int32)
   for ddof, tail in ((0, 1.0), (1, 2**-0.5)):
     got = advantages.san(reward, stratum, num_strata=3, ddof=ddof, eps=0.0)
@@ -122,15 +127,18 @@ def test_a_stratum_of_ddof_rollouts_gets_zero():
 
 
 def test_golden_group():
-  # By hand: R_g = 1/2, s_g = 1/2; stratum 0 (1, 0, 0): mean 1/3, deviation sqrt(2)/3; stratum 1 (1, 1, 0): mean 2/3.
+  # By hand: R_g = s_g = 1/2; stratum 0 is (1, 0, 0), mean 1/3, deviation sqrt(2)/3; stratum 1 (1, 1, 0).
   reward, stratum = np.array([1, 0, 0, 1, 1, 0], np.float32), np.array([0, 0, 0, 1, 1, 1], np.int32)
-  run = lambda name, **options: np.asarray(getattr(advantages, name)(reward, stratum, num_strata=2, eps=0.0, **options))
   root2 = 2**0.5
+
+  def run(name, **options):
+    return np.asarray(getattr(advantages, name)(reward, stratum, num_strata=2, eps=0.0, **options))
+
   np.testing.assert_allclose(run("gn"), [1, -1, -1, 1, 1, -1], rtol=1e-6)
-  np.testing.assert_allclose(run("san"), [root2, -root2 / 2, -root2 / 2, root2 / 2, root2 / 2, -root2], rtol=1e-6)
+  np.testing.assert_allclose(run("san"), np.array([2, -1, -1, 1, 1, -2]) * root2 / 2, rtol=1e-6)
   np.testing.assert_allclose(run("loo"), [0.6, -0.6, -0.6, 0.6, 0.6, -0.6], rtol=1e-6)
   np.testing.assert_allclose(run("stratified_loo"), [1, -0.5, -0.5, 0.5, 0.5, -1], rtol=1e-6)
-  np.testing.assert_allclose(run("two_term", lam=3.0), np.array([1, -5, -5, 5, 5, -1]) / 6, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(run("two_term", lam=3.0), np.array([1, -5, -5, 5, 5, -1]) / 6, rtol=1e-5)
   np.testing.assert_allclose(run("shrunk", kappa=3.0), run("stratified") / 2 + run("centered") / 2, rtol=1e-6)
 
 
@@ -177,7 +185,8 @@ def test_batch_kernels():
   reward, stratum, mask = groups(12, 8, seed=6)
   with jax.enable_x64(True):
     for ddof in (0, 1):
-      call = lambda name: np.asarray(advantages.make(name, num_strata=STRATA, ddof=ddof)(reward, stratum, mask, 0))
+      make = lambda name: advantages.make(name, num_strata=STRATA, ddof=ddof)
+      call = lambda name: np.asarray(make(name)(reward, stratum, mask, 0))
       want = reference.over_batch(reference.gn, reward, stratum, mask, ddof=ddof)
       np.testing.assert_allclose(call("reinforce_batch"), want, rtol=1e-12, atol=1e-12)
       np.testing.assert_allclose(call("gn_batch"), reference.gn_batch(reward, stratum, mask, ddof=ddof),
@@ -250,7 +259,7 @@ def test_alpha_schedules():
 
 @pytest.mark.parametrize("name,options,words", [
     ("grpo", {}, ["'grpo'", "choose one of", "gn", "blend"]),
-    ("gae", {}, ["'gae'", "by name"]),
+    ("gae", {}, ["'gae'", "as functions"]),
     ("blend", dict(alpha=1.5), ["advantage.alpha", "1.5", "[0, 1]"]),
     ("blend", dict(alpha=-0.1), ["advantage.alpha", "-0.1", "[0, 1]"]),
     ("blend", dict(alpha=float("nan")), ["advantage.alpha", "nan"]),
@@ -316,10 +325,11 @@ def collectives(run, arrays):
   return [op for op in ops if re.match("all-|collective|reduce-scatter|send|recv", op)]
 
 report = dict(errors=[], group=[], batch={}, devices=[])
-for axis_type, samples in ((AxisType.Auto, 8), (AxisType.Explicit, 8), (AxisType.Explicit, 20)):
+for axis_type, samples in ((AxisType.Auto, 20), (AxisType.Explicit, 8)):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-  arrays = (rng.integers(0, 3, (16, samples)).astype("float32"), rng.integers(0, 4, (16, samples)).astype("int32"),
-            (rng.random((16, samples)) < 0.8).astype("float32"))
+  shape = (16, samples)
+  arrays = (rng.integers(0, 3, shape).astype("float32"), rng.integers(0, 4, shape).astype("int32"),
+            (rng.random(shape) < 0.8).astype("float32"))
   alone = jax.jit(whole_run)(*arrays)
   with jax.set_mesh(mesh):
     split = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arrays]
@@ -327,7 +337,8 @@ for axis_type, samples in ((AxisType.Auto, 8), (AxisType.Explicit, 8), (AxisType
     report["devices"].append(len(together[0]["san"].sharding.device_set))
     report["group"] += collectives(group_run, split)
     for name, estimate in batch.items():
-      report["batch"][f"{axis_type.name} {samples} {name}"] = collectives(lambda r, s, m: estimate(r, s, m, 0), split)
+      found = collectives(lambda r, s, m: estimate(r, s, m, 0), split)
+      report["batch"][f"{axis_type.name} {samples} {name}"] = found
   report["errors"] += [float(np.abs(np.asarray(a) - np.asarray(b)).max())
                        for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(together))]
 print(json.dumps(report))
@@ -340,10 +351,10 @@ def test_sharded_questions_equal_one_device_without_a_collective():
   result = subprocess.run([sys.executable, "-c", _SHARDED], env=environment, capture_output=True, text=True)
   assert result.returncode == 0, result.stderr[-3000:]
   report = json.loads(result.stdout.splitlines()[-1])
-  assert report["devices"] == [8, 8, 8]
-  assert len(report["errors"]) > 80 and max(report["errors"]) < 2e-6
+  assert report["devices"] == [8, 8]
+  assert len(report["errors"]) > 50 and max(report["errors"]) < 2e-6
   assert not report["group"]
-  assert len(report["batch"]) == 15
+  assert len(report["batch"]) == 10
   for choice, collectives in report["batch"].items():
     # At most one for each pass: counts and minima, sums, squared deviations. Never a gather of the samples.
     assert set(collectives) == {"all-reduce"}, (choice, collectives)

@@ -143,7 +143,7 @@ def test_lanes_blocks_rows_and_company_do_not_change_what_is_sampled(changes):
   for one, alone, wanted in zip(found, mixed_alone(), MIXED):
     assert one.key == wanted.key and len(one.token_ids) == wanted.max_new_tokens and one.finish == "length"
     assert one.token_ids == alone.token_ids
-    np.testing.assert_allclose(one.log_probs, alone.log_probs, atol=1e-5)
+    np.testing.assert_allclose(one.log_probs, alone.log_probs, atol=1e-4)
 
 
 def test_the_order_of_requests_does_not_change_what_is_sampled():
@@ -196,7 +196,7 @@ def test_a_continued_turn_equals_a_fresh_prefill_of_the_same_context():
   for k, (context, second) in enumerate(turns):
     alone, = fresh.generate([request(k, context, new=6)])
     assert second.token_ids == alone.token_ids
-    np.testing.assert_allclose(second.log_probs, alone.log_probs, atol=1e-5)
+    np.testing.assert_allclose(second.log_probs, alone.log_probs, atol=1e-4)
 
 
 def test_a_rollout_that_lost_its_lane_while_it_waited_goes_on_the_same():
@@ -246,7 +246,7 @@ def test_generation_ends_with_the_token_that_completes_a_stop_string(block):
     completion, = sampler_of(block=block).generate([request(k, new=24, stop=("\x7f\x7f", stop))])
     assert completion.finish == "stop"
     assert completion.token_ids == free.token_ids[:end]
-    np.testing.assert_allclose(completion.log_probs, free.log_probs[:end], atol=1e-5)
+    np.testing.assert_allclose(completion.log_probs, free.log_probs[:end], atol=1e-4)
 
 
 @pytest.mark.parametrize("block", [1, 5])

@@ -1,4 +1,5 @@
-"""Partition functions on hand-made trajectories, their composition, the shuffled control, and a user's own function."""
+"""Partition functions on hand-made trajectories, their composition, the shuffled control, and a user's own
+function."""
 
 import collections
 import subprocess
@@ -15,8 +16,10 @@ from stratified.types import Turn
 
 def trajectory(*turns, answer="Paris", fault=None, sample=0, question="q1", version=0):
   """Each turn is a tuple of search outcomes; () is a turn without an executed search."""
-  made = tuple(Turn("search" if outcomes else "invalid", "", tuple(Search("capital", o) for o in outcomes)) for outcomes in turns)
-  return Trajectory(Question(question, "?", ("Paris",)), sample, (), made, answer, fault=fault, weight_version=version)
+  searches = [tuple(Search("capital", outcome) for outcome in outcomes) for outcomes in turns]
+  made = tuple(Turn("search" if executed else "invalid", "", executed) for executed in searches)
+  return Trajectory(Question(question, "?", ("Paris",)), sample, (), made, answer, fault=fault,
+                    weight_version=version)
 
 
 NONE = trajectory(answer=None)
@@ -62,7 +65,8 @@ def test_random_keeps_the_sizes_and_depends_on_seed_step_and_question():
     assert collections.Counter(ids) == collections.Counter(base)
   assert len({tuple(ids) for ids in draws}) == 8
   assert base not in draws
-  assert strata.make("random").assign(_many(), 1) == draws[2] == strata.make("random").assign(_many(version=1))
+  again = strata.make("random")
+  assert again.assign(_many(), 1) == draws[2] == again.assign(_many(version=1))
   # A hash decides, so the order is the same on every machine and with every version.
   # Golden: ordered by SHA-256 of "0/0/q1/<k>", computed when this was written.
   assert draws[0] == [2, 0, 3, 2, 1, 3, 1, 0, 0, 2, 3, 1]
@@ -137,5 +141,5 @@ def test_a_bad_choice_is_one_clear_sentence(options, words):
 
 
 def test_no_jax_is_imported():
-  code = "import sys, stratified.strata; assert not any(name.split('.')[0] in ('jax', 'numpy') for name in sys.modules)"
+  code = "import sys, stratified.strata; assert not {'jax', 'numpy'} & set(sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,4 +1,5 @@
-"""The propositions and theorems of arXiv 2510.06214 on the library's kernels, the closed forms, and the diagnostics."""
+"""The propositions and theorems of arXiv 2510.06214 on the library's kernels, the closed forms, and the
+diagnostics."""
 
 import types
 
@@ -20,8 +21,8 @@ def test_holds(name):
   theorem_checks.CHECKS[name](KERNELS)
 
 
-# Stratum probabilities, success rates inside, and the zero-advantage shares of SAN and GN at K = 8: the figures that
-# follow from the closed forms by hand, to their two digits; singletons are 6 to 13 % there.
+# Probabilities of the strata, success rates inside, and the zero-advantage shares of SAN and GN at K = 8, to
+# two digits; singletons are 6 to 13 % there.
 SETTINGS = {
     "three equal strata": ([1 / 3] * 3, [0.3] * 3, 0.38, 0.06),
     "four equal strata": ([0.25] * 4, [0.3] * 4, 0.48, 0.06),
@@ -82,8 +83,9 @@ def test_san_pushes_no_stratum_when_every_token_weighs_the_same():
       advantage = advantages.make(name, num_strata=3)(reward, stratum, np.ones_like(reward), 0)
       for weighing, weight in (("unit", np.ones_like(length)), ("per length", 1 / length)):
         by_hand = [np.sum((np.asarray(advantage) * weight)[stratum == k]) for k in range(3)]
-        push[name, weighing] = np.asarray(theory.advantage_by_stratum(advantage, stratum, weight, num_strata=3))
-        np.testing.assert_allclose(push[name, weighing], by_hand, atol=1e-12)
+        got = theory.advantage_by_stratum(advantage, stratum, weight, num_strata=3)
+        np.testing.assert_allclose(np.asarray(got), by_hand, atol=1e-12)
+        push[name, weighing] = np.asarray(got)
   assert np.abs(push["san", "unit"]).max() < 1e-9
   assert np.abs(push["san", "per length"]).max() > 0.01  # averaging each sequence by its length breaks it
   assert np.abs(push["gn", "unit"]).max() > 1
@@ -97,7 +99,8 @@ def _diagnostics_by_hand(reward, stratum, mask, advantage, num_strata, eps):
     n = m.sum()
     between = sum(n_k * (r_k - r_g) ** 2 for n_k, r_k, _ in table.values()) / n
     term_b = sum(n_k * s_k**2 * (1 - 1 / (s_k + eps) ** 2) for n_k, _, s_k in table.values()) / n
-    terms.append((between, term_b, np.sqrt(between) / (s_g + eps), len(table), sum(n_k == 1 for n_k, _, _ in table.values())))
+    lone = sum(n_k == 1 for n_k, _, _ in table.values())
+    terms.append((between, term_b, np.sqrt(between) / (s_g + eps), len(table), lone))
   between, term_b, offset, count, alone = np.array(terms).T
   parts = [(reference.stratified(r, s, m), reference.centered(r, s, m) - reference.stratified(r, s, m))
            for r, s, m in zip(reward, stratum, mask)]
@@ -115,8 +118,9 @@ def _diagnostics_by_hand(reward, stratum, mask, advantage, num_strata, eps):
 @pytest.mark.parametrize("samples", [5, 8, 20])
 def test_diagnostics_equal_the_reference(samples):
   rng = np.random.default_rng(1)
-  reward, stratum = rng.integers(0, 2, (12, samples)).astype(float), rng.integers(0, 4, (12, samples)).astype(np.int32)
-  mask = (rng.random((12, samples)) < 0.7).astype(float)
+  shape = (12, samples)
+  reward, stratum = rng.integers(0, 2, shape).astype(float), rng.integers(0, 4, shape).astype(np.int32)
+  mask = (rng.random(shape) < 0.7).astype(float)
   mask[0] = 0
   reward[1] = 1
   with jax.enable_x64(True):

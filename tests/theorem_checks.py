@@ -1,8 +1,9 @@
-"""One check for each proposition and theorem of arXiv 2510.06214, run on a `kernels` with .advantages and .theory.
+"""One check for each proposition and theorem of arXiv 2510.06214, run on a `kernels` with .advantages and
+.theory.
 
-The library's own kernels must pass them (test_theory.py) and deliberately broken ones must not (test_mutations.py), so
-each takes the kernels as an argument. The other side of every equation comes from tests/reference.py or from the
-exact enumeration of a small policy, in float64.
+The library's own kernels must pass them (test_theory.py) and deliberately broken ones must not
+(test_mutations.py), so each takes the kernels as an argument. The other side of every equation comes from
+tests/reference.py or from the exact enumeration of a small policy, in float64.
 """
 
 import itertools
@@ -19,13 +20,15 @@ K, STRATA = 8, 4
 TOLERANCE = 1e-10
 
 # Rewards with ties and with arbitrary values; groups with masked rollouts, empty and singleton strata.
-_rewards = st.lists(st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-10, 10, width=16)), min_size=K, max_size=K)
+_reward = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-10, 10, width=16))
+_rewards = st.lists(_reward, min_size=K, max_size=K)
 _strata = st.lists(st.integers(0, STRATA - 1), min_size=K, max_size=K)
 _masks = st.lists(st.booleans(), min_size=K, max_size=K).filter(any)
 
 
 def for_groups(property_of_group, examples=60):
-  """Calls property_of_group(reward, stratum, mask) for generated groups, each a float64 or int32 array of length K."""
+  """Calls property_of_group(reward, stratum, mask) for generated groups, each a float64 or int32 array of
+  length K."""
   # Reproducible, without the shrinking that the mutation tests would pay for every time.
   phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 
@@ -147,8 +150,9 @@ def theorem_2(kernels, eps=1e-2):
 class Population:
   """A softmax policy over few trajectories whose probabilities at theta = 0 are count / sum(count).
 
-  A group that holds each trajectory `count` times therefore has the population's moments, and its sums are the
-  population's expectations. The logits are log(count) + features theta: strata have no parameters of their own.
+  A group that holds each trajectory `count` times therefore has the population's moments, and its sums are
+  the population's expectations. The logits are log(count) + features theta: strata have no parameters of
+  their own.
   """
 
   count = np.array([1, 3, 2, 4, 1, 2, 3])
@@ -176,18 +180,22 @@ class Population:
 
     return jax.jit(jax.jacobian(of_theta))(jnp.zeros(4))
 
+  def group(self):
+    return self.reward[self.samples], self.stratum[self.samples]
+
   def moments(self):
-    stats = reference.statistics(self.reward[self.samples], self.stratum[self.samples], np.ones(len(self.samples)))
+    stats = reference.statistics(*self.group(), np.ones(len(self.samples)))
     n_k, mu_k, s_k = (np.array(x) for x in zip(*stats[2].values()))
     return n_k / n_k.sum(), mu_k, s_k, stats[0], stats[1]
 
 
 def theorem_3(kernels, eps=1e-2):
-  """E[A_SAN grad log p] = sum_k p_k / (s_k + eps) grad mu_k, and the strata's probabilities do depend on theta."""
+  """E[A_SAN grad log p] = sum_k p_k / (s_k + eps) grad mu_k, and the strata's probabilities do depend on
+  theta."""
   with jax.enable_x64(True):
     world = Population()
     p_k, _, s_k, _, _ = world.moments()
-    san = kernels.advantages.san(world.reward[world.samples], world.stratum[world.samples], num_strata=3, eps=eps)
+    san = kernels.advantages.san(*world.group(), num_strata=3, eps=eps)
     left = jnp.asarray(san) @ world.scores() / len(world.samples)
     right = (p_k / (s_k + eps)) @ world.gradient(lambda p_k, mu_k: mu_k)
     assert np.abs(world.gradient(lambda p_k, mu_k: p_k)).max() > 0.1
@@ -196,17 +204,18 @@ def theorem_3(kernels, eps=1e-2):
 
 
 def equation_6(kernels, eps=1e-2):
-  """The GN gradient is the sum of its two parts; they are sum_k p_k grad mu_k and sum_k (mu_k - mu) grad p_k, scaled.
+  """The GN gradient is the sum of its two parts; they are sum_k p_k grad mu_k and sum_k (mu_k - mu) grad
+  p_k, scaled.
 
-  Together grad J / (s + eps): the first part is what Theorem 3's target reweights, the second what it leaves out.
+  Together grad J / (s + eps): the first part is what Theorem 3's target reweights, the second what it
+  leaves out.
   """
   with jax.enable_x64(True):
     world = Population()
     p_k, mu_k, _, mu, s = world.moments()
-    group = (world.reward[world.samples], world.stratum[world.samples])
-    gn = kernels.advantages.gn(*group, num_strata=3, eps=eps)
+    gn = kernels.advantages.gn(*world.group(), num_strata=3, eps=eps)
     whole = jnp.asarray(gn) @ world.scores() / len(world.samples)
-    within, between = kernels.theory.gradient_parts(*group, world.scores(), num_strata=3, eps=eps)
+    within, between = kernels.theory.gradient_parts(*world.group(), world.scores(), num_strata=3, eps=eps)
     close(whole, within + between)
     close(within, p_k @ world.gradient(lambda p_k, mu_k: mu_k) / (s + eps))
     close(between, (mu_k - mu) @ world.gradient(lambda p_k, mu_k: p_k) / (s + eps))
@@ -228,19 +237,20 @@ def _mixture(samples, seed):
 
 
 def theorem_4(kernels, samples=20_000):
-  """Within stratum k, eps = 0: SAN has mean 0 and variance 1, GN mean (mu_k - mu) / s and variance s_k^2 / s^2.
+  """Within stratum k, eps = 0: SAN has mean 0 and variance 1, GN mean (mu_k - mu) / s and variance s_k^2 /
+  s^2.
 
-  The sample's moments may differ from these by 5 standard errors: of a mean s_k / sqrt(n_k), of a variance of normal
-  rewards s_k^2 sqrt(2 / n_k); the errors of the group's own mean and deviation are added to them.
+  The sample's moments may differ from these by 5 standard errors: of a mean s_k / sqrt(n_k), of a variance
+  of normal rewards s_k^2 sqrt(2 / n_k); the errors of the group's own mean and deviation are added to them.
   """
   _, mu_k, s_k = _MIXTURE
   with jax.enable_x64(True):
+    # Of s, relative: the mixture's fourth moment is below 6 s^4, so its variance's error below sqrt(5 / n).
+    of_std = 5 * np.sqrt(5 / samples) / 2
     for seed in range(3):
       reward, stratum, mean, std = _mixture(samples, seed)
       san = np.asarray(kernels.advantages.san(reward, stratum, num_strata=3, eps=0.0))
       gn = np.asarray(kernels.advantages.gn(reward, stratum, num_strata=3, eps=0.0))
-      # Of s, relative: the fourth moment of the mixture is below 6 s^4, so its variance's error below sqrt(5 / n).
-      of_std = 5 * np.sqrt(5 / samples) / 2
       for k in range(3):
         inside = stratum == k
         n = inside.sum()
@@ -249,12 +259,14 @@ def theorem_4(kernels, samples=20_000):
         # SAN's own limit: the stratum's estimated mean and deviation are off by 5 standard errors at most.
         assert np.abs(san[inside] - limit).max() < 5 / np.sqrt(n) * (1 + np.abs(limit).max())
         offset, ratio = (mu_k[k] - mean) / std, (s_k[k] / std) ** 2
-        assert abs(gn[inside].mean() - offset) < 5 * (s_k[k] / std / np.sqrt(n) + 1 / np.sqrt(samples)) + of_std * abs(offset)
+        of_means = 5 * (s_k[k] / std / np.sqrt(n) + 1 / np.sqrt(samples))
+        assert abs(gn[inside].mean() - offset) < of_means + of_std * abs(offset)
         assert abs(gn[inside].var() - ratio) < ratio * (5 * np.sqrt(2 / n) + 2 * of_std)
 
 
 def theorem_5(kernels, samples=20_000):
-  """Over all strata, eps = 0: both have mean 0 and variance 1, and both near their limits for each rollout."""
+  """Over all strata, eps = 0: both have mean 0 and variance 1, and both near their limits for each
+  rollout."""
   _, mu_k, s_k = _MIXTURE
   with jax.enable_x64(True):
     for seed in range(3):
@@ -268,7 +280,8 @@ def theorem_5(kernels, samples=20_000):
 
 
 def definition_2(kernels):
-  """The blend is alpha SAN + (1 - alpha) GN; with rewards of 0 and 1 and alpha < 1 it is 0 exactly where GN is."""
+  """The blend is alpha SAN + (1 - alpha) GN; with rewards of 0 and 1 and alpha < 1 it is 0 exactly where GN
+  is."""
   blend = kernel(kernels.advantages.blend, alpha=0.3)
 
   def check(r, s, m):
@@ -309,12 +322,15 @@ class TwoStage:
 
 
 def attenuation(kernels):
-  """Over all K-tuples the acts of a stratum get the infinite group's gradient times the closed-form factor."""
+  """Over all K-tuples the acts of a stratum get the infinite group's gradient times the closed-form
+  factor."""
   worst = 0.0
   with jax.enable_x64(True):
     for world in (TwoStage([0.1, 0.6, 0.3], [0.3, 0.5, 0.05], 4), TwoStage([0.1, 0.9], [0.3, 0.7], 6)):
       p, q, K_ = world.p_k, world.q_k, world.samples
-      infinite = {"stratified": p * q * (1 - q), "stratified_loo": p * q * (1 - q), "san": p * np.sqrt(q * (1 - q))}
+      variance_q = q * (1 - q)
+      infinite = {"stratified": p * variance_q, "stratified_loo": p * variance_q,
+                  "san": p * np.sqrt(variance_q)}
       for name, target in infinite.items():
         advantage = world.advantages(getattr(kernels.advantages, name), eps=0.0)
         expected = [t * kernels.theory.attenuation(name, p_k, K_, q_k) for t, p_k, q_k in zip(target, p, q)]
@@ -324,9 +340,11 @@ def attenuation(kernels):
 
 
 def choice_of_stratum(kernels):
-  """With parameters of its own the choice of stratum gets nothing from SAN in any sample, (1 - alpha) of GN's from blend.
+  """With parameters of its own the choice of stratum gets nothing from SAN in any sample, (1 - alpha) of
+  GN's from blend.
 
-  With a flat softmax over trajectories the strata's probabilities drift all the same, through the acts inside them.
+  With a flat softmax over trajectories the strata's probabilities drift all the same, through the acts
+  inside them.
   """
   with jax.enable_x64(True):
     world = TwoStage([0.2, 0.5, 0.3], [0.3, 0.6, 0.1], 4)
@@ -338,7 +356,7 @@ def choice_of_stratum(kernels):
 
     flat = Population()
     p = flat.count / flat.count.sum()
-    san = np.asarray(kernels.advantages.san(flat.reward[flat.samples], flat.stratum[flat.samples], num_strata=3))
+    san = np.asarray(kernels.advantages.san(*flat.group(), num_strata=3))
     gradient = np.array([san[flat.samples == i].sum() for i in range(7)]) / len(san) - p * san.mean()
     velocity = p * (gradient - p @ gradient)
     drift = np.array([velocity[flat.stratum == k].sum() for k in range(3)])
@@ -346,7 +364,8 @@ def choice_of_stratum(kernels):
 
 
 CHECKS = dict(
-    proposition_1=proposition_1, proposition_2=proposition_2, proposition_3=proposition_3, theorem_1=theorem_1,
-    theorem_1_equality=theorem_1_equality, theorem_2=theorem_2, theorem_3=theorem_3, equation_6=equation_6,
+    proposition_1=proposition_1, proposition_2=proposition_2, proposition_3=proposition_3,
+    theorem_1=theorem_1, theorem_1_equality=theorem_1_equality, theorem_2=theorem_2, theorem_3=theorem_3,
+    equation_6=equation_6,
     theorem_4=theorem_4, theorem_5=theorem_5, definition_2=definition_2, attenuation=attenuation,
     choice_of_stratum=choice_of_stratum)

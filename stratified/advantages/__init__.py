@@ -1,4 +1,4 @@
-"""Advantage estimators: group kernels, batch kernels, token kernels, and `make`, which builds one from its name."""
+"""Advantage estimators: group, batch and token kernels, and `make`, which builds one from its name."""
 
 from stratified.advantages.batch import gn_batch
 from stratified.advantages.batch import reinforce_batch

@@ -1,20 +1,21 @@
-"""Group estimators: the rewards of one question's K rollouts in, one advantage a rollout out; `vmap` is the caller's.
+"""Group estimators: the rewards of one question's K rollouts in, one advantage for each out.
 
-Every kernel has the signature
+Every kernel is written for one group (`vmap` over questions is the caller's) and has the signature
 
-    name(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", ...) -> advantage_k
+    name(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", ...)
 
-  reward_k   [K] rewards, any float or integer type; accumulated and returned in float32 (float64 stays float64)
+  reward_k   [K] rewards, any float or integer type; accumulated and returned in float32 (float64 stays)
   stratum_k  [K] integer stratum of each rollout, in [0, num_strata)
-  mask_k     [K] 1 (or True) where the rollout counts; the others enter no statistic and get 0. None: all count
+  mask_k     [K] 1 or True where the rollout counts; the others enter no statistic and get 0. None: all
   eps        added to the standard deviation, in units of reward
   ddof       the standard deviation divides by n - ddof; a stratum or group with n <= ddof gets 0
-  over       "question": [K], statistics of one group. "batch": the same formula over [Q, K], with the whole batch as
-             the group and strata that cross questions
+  over       "question": [K], statistics of one group. "batch": the same formula over [Q, K], with the whole
+             batch as the group and strata that cross questions
 
-Names in the formulas: R_g, s_g mean and standard deviation of the group; n_k, R_k, s_k size, mean and standard
-deviation of the sample's stratum k. A constant group or stratum (a singleton too) deviates by exactly 0, so no kernel
-returns NaN for finite rewards. All raise AssertionError for a wrong rank or shape, when traced.
+Names in the formulas: R_g, s_g mean and standard deviation of the group; n_k, R_k, s_k size, mean and
+standard deviation of the sample's stratum k. A constant group or stratum (a singleton too) deviates by
+exactly 0, so no kernel returns NaN for finite rewards. All raise AssertionError for a wrong rank or shape,
+when traced.
 """
 
 import functools
@@ -68,8 +69,9 @@ def san(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over=
   A stratum without spread carries no within-stratum signal and gets 0; `fallback` gives it another one:
     "zero"    0
     "gn"      group normalisation, (R_i - R_g) / (s_g + eps)
-    "shrink"  the stratum's mean shrunk to the group's, over the group's deviation: kappa / (n_k + kappa) times "gn"
-  for the strata that `fallback_on` names: "singleton" (n_k = 1) or "constant" (all rewards equal, singletons too).
+    "shrink"  kappa / (n_k + kappa) of "gn": the stratum's mean is shrunk to the group's
+  for the strata that `fallback_on` names: "singleton" (n_k = 1) or "constant" (all rewards equal, singletons
+  too).
 
   Source: arXiv 2510.06214, Definition 1; the fallbacks are ours.
   """
@@ -85,10 +87,12 @@ def san(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over=
 
 
 @_kernel
-def blend(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", alpha=0.6, kappa=None):
-  """alpha SAN + (1 - alpha) GN, alpha in [0, 1]; with `kappa`, alpha_k = n_k / (n_k + kappa) for stratum k instead.
+def blend(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question",
+          alpha=0.6, kappa=None):
+  """alpha SAN + (1 - alpha) GN, alpha in [0, 1].
 
-  The default alpha is the paper's for a base model. Source: arXiv 2510.06214, Definition 2; alpha_k is ours.
+  With `kappa`, stratum k has its own alpha_k = n_k / (n_k + kappa) instead. The default alpha is the paper's
+  for a base model. Source: arXiv 2510.06214, Definition 2; alpha_k is ours.
   """
   g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   alpha = alpha if kappa is None else _own_share(g, kappa)
@@ -97,13 +101,13 @@ def blend(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, ove
 
 @_kernel
 def centered(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
-  """R_i - R_g, the global advantage. `eps` and `ddof` change nothing. Source: arXiv 2510.06214, Proposition 1."""
+  """R_i - R_g, the global advantage; `eps` and `ddof` change nothing. Source: arXiv 2510.06214, Prop. 1."""
   return _centered(sums.prepare(reward_k, stratum_k, mask_k, num_strata, over))
 
 
 @_kernel
 def stratified(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
-  """R_i - R_k, the stratified advantage. `eps` and `ddof` change nothing. Source: arXiv 2510.06214, Proposition 1."""
+  """R_i - R_k, the stratified advantage; `eps`, `ddof` change nothing. Source: arXiv 2510.06214, Prop. 1."""
   return _stratified(sums.prepare(reward_k, stratum_k, mask_k, num_strata, over))
 
 
@@ -114,7 +118,7 @@ def _leave_one_out(centered, count):
 
 @_kernel
 def loo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
-  """R_i minus the mean reward of the other rollouts of the group; 0 without others. Source: RLOO, arXiv 2402.14740."""
+  """R_i minus the mean reward of the group's other rollouts; 0 without others. Source: RLOO, 2402.14740."""
   g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return _leave_one_out(_centered(g), g.group.count)
 
@@ -123,8 +127,8 @@ def loo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over=
 def stratified_loo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
   """R_i minus the mean reward of the other rollouts of its stratum; 0 for a singleton.
 
-  RLOO (arXiv 2402.14740) inside the strata of arXiv 2510.06214. A stratum of probability p gets 1 - (1 - p)^(K - 1)
-  of its expected gradient, where `stratified` gets 1 - (1 - (1 - p)^K) / (K p).
+  RLOO (arXiv 2402.14740) inside the strata of arXiv 2510.06214. A stratum of probability p gets the share
+  1 - (1 - p)^(K - 1) of its expected gradient, where `stratified` gets 1 - (1 - (1 - p)^K) / (K p).
   """
   g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return _leave_one_out(_stratified(g), g.stratum.count)
@@ -132,9 +136,10 @@ def stratified_loo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, dd
 
 @_kernel
 def shrunk(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", kappa=1.0):
-  """R_i - (w R_k + (1 - w) R_g), w = n_k / (n_k + kappa): kappa 0 is `stratified`, kappa to infinity `centered`.
+  """R_i - (w R_k + (1 - w) R_g), w = n_k / (n_k + kappa).
 
-  The shrinkage of a small stratum's mean to the group's, as in empirical Bayes; ours.
+  kappa 0 is `stratified`, kappa to infinity `centered`. The shrinkage of a small stratum's mean to the
+  group's, as in empirical Bayes; ours.
   """
   g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   w = _own_share(g, kappa)
@@ -157,8 +162,8 @@ def two_term(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, 
 def dr_grpo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
   """R_i - R_g, without the standard deviation: `centered` under its paper's name.
 
-  The paper's second half, a loss summed over tokens and divided by a constant length, is a choice of loss aggregation.
-  Source: Dr. GRPO, arXiv 2503.20783.
+  The paper's second half, a loss summed over tokens and divided by a constant length, is a choice of loss
+  aggregation. Source: Dr. GRPO, arXiv 2503.20783.
   """
   return _centered(sums.prepare(reward_k, stratum_k, mask_k, num_strata, over))
 
@@ -171,15 +176,16 @@ def reinforce(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0,
 
 @_kernel
 def san_rms(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
-  """SAN scaled to GN's root mean square over the group: the same size of step, another direction. 0 where SAN is all 0.
+  """SAN scaled to GN's root mean square over the group: the same size of step, another direction.
 
-  For comparing directions: a degenerate stratum lowers SAN's root mean square below GN's. Ours.
+  For comparing directions: a degenerate stratum lowers SAN's root mean square below GN's. A group where SAN
+  is all 0 stays so. Ours.
   """
   g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return match_rms(_san(g, eps, ddof), _gn(g, eps, ddof), g.mask)
 
 
 def match_rms(advantage, target, mask):
-  """`advantage` times rms(target) / rms(advantage), over the valid entries; 0 where `advantage` is all 0. Any shape."""
+  """advantage * rms(target) / rms(advantage) over the valid entries, any shape; 0 if the advantage is."""
   own, wanted = (jnp.sqrt(jnp.sum(jnp.where(mask > 0, jnp.square(x), 0))) for x in (advantage, target))
   return jnp.where(own > 0, advantage * (wanted / jnp.where(own > 0, own, 1)), 0)

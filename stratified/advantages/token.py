@@ -12,15 +12,15 @@ from stratified.advantages import sums
 
 @jax.jit
 def gae(reward_t, value_t, trajectory_t, mask_t, *, gamma=1.0, lam=1.0):
-  """Generalised advantage estimation over the policy tokens of one packed row; `vmap` over rows is the caller's.
+  """Generalised advantage estimation over the policy tokens of one packed row; the caller vmaps over rows.
 
       delta_t = r_t + gamma V_{t'} - V_t,   A_t = delta_t + gamma lam A_{t'}
 
   t' is the next policy token of the same trajectory (observations between turns are stepped over and cost no
   discount); past the last one V and A are 0. With turns in place of tokens it is GAE over turns.
 
-  reward_t      [T] reward given at each policy token, read only where the mask is set: a final reward belongs on the
-                trajectory's last policy token
+  reward_t      [T] reward given at each policy token, read only where the mask is set: a final reward
+                belongs on the trajectory's last policy token
   value_t       [T] the critic's value before the token, V_t
   trajectory_t  [T] integer id; a change of id ends the recursion
   mask_t        [T] 1 where the policy sampled the token
@@ -39,8 +39,9 @@ def gae(reward_t, value_t, trajectory_t, mask_t, *, gamma=1.0, lam=1.0):
     same = trajectory == next_trajectory
     next_advantage, next_value = (jnp.where(same, x, 0) for x in (next_advantage, next_value))
     advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-    carry = (jnp.where(keep, advantage, next_advantage).astype(dtype), jnp.where(keep, value, next_value), trajectory)
-    return carry, jnp.where(keep, advantage, 0).astype(dtype)
+    advantage = advantage.astype(dtype)
+    carry = jnp.where(keep, advantage, next_advantage), jnp.where(keep, value, next_value), trajectory
+    return carry, jnp.where(keep, advantage, 0)
 
   start = (jnp.zeros((), dtype), jnp.zeros((), dtype), trajectory_t[-1])
   _, advantage_t = jax.lax.scan(backwards, start, (reward_t, value_t, trajectory_t, keep_t), reverse=True)
@@ -49,7 +50,7 @@ def gae(reward_t, value_t, trajectory_t, mask_t, *, gamma=1.0, lam=1.0):
 
 @jax.jit
 def whiten(advantage, mask, *, eps=1e-6):
-  """(A - mean) / (std + eps) over the entries with mask 1, any shape; the others get 0. PPO's usual step after GAE."""
+  """(A - mean) / (std + eps) over the entries with mask 1, any shape; the others get 0. Usual after GAE."""
   mask = mask > 0
   everyone = sums.whole(mask, advantage.dtype)
   centered = everyone.center(advantage)
@@ -57,18 +58,19 @@ def whiten(advantage, mask, *, eps=1e-6):
 
 
 @functools.partial(jax.jit, static_argnames=("normalize", "num_states"))
-def gigpo(reward_kt, state_kt, mask_kt, *, num_states=None, gamma=0.95, omega=1.0, eps=1e-6, ddof=0, normalize=True):
+def gigpo(reward_kt, state_kt, mask_kt, *, num_states=None, gamma=0.95, omega=1.0, eps=1e-6, ddof=0,
+          normalize=True):
   """GiGPO over the turns (or tokens) of one question's K rollouts: A_episode + omega A_step.
 
       A_episode(i)  = (R_i - R_g) / (s_g + eps),            R_i = sum_t r_it
       A_step(i, t)  = (G_it - mean) / (std + eps),          G_it = sum_{u >= t} gamma^(u - t) r_iu
 
-  where mean and std run over all turns of all rollouts that stood in the same state. A state met once, or with
-  equal returns, adds 0. normalize=False divides neither part by its deviation (the paper's F_norm = 1).
+  where mean and std run over all turns of all rollouts that stood in the same state. A state met once, or
+  with equal returns, adds 0. normalize=False divides by no deviation (the paper's F_norm = 1).
 
   reward_kt   [K, T] reward of each turn; mask_kt [K, T] 1 where the turn took place
-  state_kt    [K, T] integer id of the state (the anchor) before the turn, in [0, num_states); num_states defaults to
-              K T, which fits ids counted from 0
+  state_kt    [K, T] integer id of the state (the anchor) before the turn, in [0, num_states); num_states
+              defaults to K T, which fits ids counted from 0
   gamma, omega  the paper's 0.95 and 1
 
   Returns [K, T], 0 off the mask. Source: arXiv 2505.10978, its episode and step relative advantages.

@@ -55,8 +55,8 @@ Path = str | os.PathLike
 
 # What a tokenizer may consist of, and the generation settings that belong to it.
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 # Keys of config.json that the decoder does not use and an inference server does.
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
@@ -94,12 +94,12 @@ def _open(directory, stack) -> dict[str, Any]:
   elif index.is_file():
     shards = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
   else:
-    raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}; convert weights of another "
-                            "format with transformers' save_pretrained first")
+    raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}; convert weights of "
+                            "another format with transformers' save_pretrained first")
   files = {}
   for path in shards:
     if not path.is_file():
-      raise FileNotFoundError(f"{path} is named by {index.name} and does not exist; copy or download it again")
+      raise FileNotFoundError(f"{path} is in {index.name} and does not exist; copy or download it again")
     try:
       file = stack.enter_context(safetensors.safe_open(path, framework="np"))
     except safetensors.SafetensorError as error:
@@ -142,19 +142,19 @@ def _check_tensors(directory, config, files) -> None:
                        "weights don't belong together, or a file is missing")
     found = files[stored].get_slice(stored)
     if tuple(found.get_shape()) != shape:
-      raise ValueError(f"{stored} in {directory} has shape {found.get_shape()}, its config.json says {list(shape)}; "
-                       "they don't belong together")
+      raise ValueError(f"{stored} in {directory} has shape {found.get_shape()}, its config.json says "
+                       f"{list(shape)}; they don't belong together")
     if found.get_dtype() not in DTYPES:
-      raise ValueError(f"{stored} in {directory} is stored as {found.get_dtype()}; {', '.join(DTYPES)} are read, "
-                       "convert other weights first")
+      raise ValueError(f"{stored} in {directory} is stored as {found.get_dtype()}; only "
+                       f"{', '.join(DTYPES)} are read, convert it first")
   # A tied model may store its embedding twice; old files hold the rotary frequencies, which are computed.
   extra = [name for name in sorted(set(files) - set(expected)) if not name.endswith("rotary_emb.inv_freq")]
   if config.tied_embeddings and "lm_head.weight" in extra:
     extra.remove("lm_head.weight")
     if not np.array_equal(files["lm_head.weight"].get_tensor("lm_head.weight"),
                           files[NAMES["embed"][0]].get_tensor(NAMES["embed"][0])):
-      raise ValueError(f"{directory} has an lm_head.weight other than its embedding, though its config.json says "
-                       "tie_word_embeddings=true; set it to false, or remove the tensor")
+      raise ValueError(f"{directory} has an lm_head.weight other than its embedding, though its config.json "
+                       "says tie_word_embeddings=true; set it to false, or remove the tensor")
   if extra:
     raise ValueError(f"{directory} has {len(extra)} tensors without a place in this decoder, {extra[0]} the "
                      "first; its config.json and its weights don't belong together")
@@ -173,12 +173,15 @@ def _read(files, name, weight, dtype) -> np.ndarray:
 
 def _place(host, sharding) -> jax.Array:
   if sharding is None:
-    return jnp.array(host)
-  return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    value = jax.device_put(host)
+  else:
+    value = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+  return jax.block_until_ready(value)  # a transfer under way would keep its buffer on the host
 
 
 def save(directory: Path, config: decoder.DecoderConfig, params: decoder.Params, *, dtype: str = "float32",
-         tokenizer_files: Path | Iterable[Path] | None = None, extra: Mapping[str, Any] | None = None) -> None:
+         tokenizer_files: Path | Iterable[Path] | None = None,
+         extra: Mapping[str, Any] | None = None) -> None:
   """Writes config.json and model.safetensors, which transformers, vLLM and SGLang load.
 
   dtype: float32, bfloat16 or float16; a value that it can't hold, or that is not finite, is refused.
@@ -195,8 +198,8 @@ def save(directory: Path, config: decoder.DecoderConfig, params: decoder.Params,
   table = decoder.weights(config)
   wrong = sorted(set(params) ^ set(table)) or [n for n, w in table.items() if params[n].shape != w.shape]
   if wrong:
-    raise ValueError(f"params don't belong to this config: {', '.join(wrong)} missing, unknown or of another shape; "
-                     "merge adapters first")
+    raise ValueError(f"params don't belong to this config: {', '.join(wrong)} missing, unknown or of another "
+                     "shape; merge adapters first")
   raw = config_json(config, dtype)  # before anything is written: it refuses what no family can express
   files, kept = _tokenizer(tokenizer_files)
   tensors = stored_tensors(config, params, dtype)
@@ -231,7 +234,7 @@ def _tokenizer(files) -> tuple[list[pathlib.Path], dict[str, Any]]:
 
 def stored_tensors(config: decoder.DecoderConfig, params: decoder.Params,
                    dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
-  """(name, tensor on the host) in the directory's layout, one at a time; also for whatever is shaped like params."""
+  """(name, tensor on the host) in the directory's layout, one by one, of anything shaped like the params."""
   for name, weight in decoder.weights(config).items():
     shape = _stored_shape(name, weight)
     for index, stored in _parts(name, weight):

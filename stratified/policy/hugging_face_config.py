@@ -14,7 +14,6 @@ FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3", {"qk_norm": True}),
 }
 
-
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
@@ -27,8 +26,8 @@ def load_config(directory: str | os.PathLike, **overrides) -> decoder.DecoderCon
   """
   path = pathlib.Path(directory) / "config.json"
   if not path.is_file():
-    raise FileNotFoundError(f"{path} does not exist; name a Hugging Face model directory, which holds config.json "
-                            "and *.safetensors")
+    raise FileNotFoundError(f"{path} does not exist; name a Hugging Face model directory, which holds "
+                            "config.json and *.safetensors")
   try:
     raw = json.loads(path.read_text(encoding="utf-8"))
     fields = _fields(raw)
@@ -47,7 +46,8 @@ def _fields(raw: dict) -> dict[str, Any]:
       vocab_size=raw["vocab_size"], width=raw["hidden_size"], num_layers=raw["num_hidden_layers"],
       num_heads=heads, num_kv_heads=raw.get("num_key_value_heads") or heads, head_dim=_head_dim(raw),
       mlp_width=raw["intermediate_size"], rope_theta=theta, rope_scaling=scaling,
-      norm_eps=raw.get("rms_norm_eps", 1e-6), tied_embeddings=bool(raw.get("tie_word_embeddings")), **switches)
+      norm_eps=raw.get("rms_norm_eps", 1e-6), tied_embeddings=bool(raw.get("tie_word_embeddings")),
+      **switches)
 
 
 def _head_dim(raw):
@@ -82,7 +82,8 @@ def _layer_types(raw) -> set[str]:
   if raw.get("layer_types"):
     return set(raw["layer_types"])
   windowed = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
-  return {"sliding_attention"} if windowed and raw.get("max_window_layers", 28) < raw["num_hidden_layers"] else set()
+  first = raw.get("max_window_layers", 28)
+  return {"sliding_attention"} if windowed and first < raw["num_hidden_layers"] else set()
 
 
 def _rope(raw: dict) -> tuple[float, tuple | None]:
@@ -90,8 +91,8 @@ def _rope(raw: dict) -> tuple[float, tuple | None]:
   rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
-    raise ValueError(f"rotary scaling {rope} is not supported; what is: rope_type default or llama3, the same in "
-                     "every layer")
+    raise ValueError(f"rotary scaling {rope} is not supported; what is: rope_type default or llama3, the "
+                     "same in every layer")
   partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
   if partial not in (None, 1.0):
     raise ValueError(f"partial_rotary_factor={partial} is not supported; what is: 1, the whole head rotated")
@@ -111,8 +112,8 @@ def config_json(config: decoder.DecoderConfig, dtype: str) -> dict[str, Any]:
   raw = dict(
       architectures=family, model_type=FAMILIES[family[0]][0], torch_dtype=dtype,
       vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
-      num_hidden_layers=config.num_layers,
-      num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
+      num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+      num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
       hidden_act="silu", rms_norm_eps=config.norm_eps, rope_theta=config.rope_theta,
       tie_word_embeddings=config.tied_embeddings, max_position_embeddings=32768, use_cache=True)
   if config.rope_scaling:

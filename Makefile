@@ -1,0 +1,42 @@
+# make setup   builds .venv from requirements.txt; does nothing where that is done
+# make train   the same, then trains the tiny preset to its report, or goes on where it stopped
+# make test    the same with requirements-test.txt, then runs the tests
+# make smollm2 fetches SmolLM2-135M-Instruct for the preset of that name and for its tests
+#
+# make train CONFIG=configs/search_r1.py:smollm2 WORKDIR=runs/smollm2 ARGS=--config.seed=1
+# make test ARGS="-k strata"        make setup PYTHON=/usr/local/bin/python3.12 REQUIREMENTS=requirements-gpu.txt
+
+# The first of these that is Python 3.11 or 3.12.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' 2>/dev/null && echo $$p && break; done)
+REQUIREMENTS ?= requirements.txt
+CONFIG ?= configs/search_r1.py:tiny
+WORKDIR ?= runs/tiny
+ARGS ?=
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+
+# What was installed for which requirements, with exact versions. An installation cut short leaves no such file.
+DONE = .venv/installed-$(REQUIREMENTS)
+TEST_DONE = .venv/installed-requirements-test.txt
+
+.PHONY: setup train test smollm2
+.DELETE_ON_ERROR:
+
+setup: $(DONE)
+
+train: $(DONE)
+	.venv/bin/python experiments/train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: $(TEST_DONE)
+	.venv/bin/python -m pytest $(ARGS)
+
+smollm2: $(DONE)
+	$(PIP) install --quiet "$$(grep '^gguf' requirements-test.txt)"
+	.venv/bin/python third_party/smollm2/fetch.py
+
+.venv/installed-%: % requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 was not found; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@# Without pip the environment is missing or was cut short; venv then makes or completes it.
+	.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	$(PIP) install -r $<
+	$(PIP) freeze --exclude-editable > $@

@@ -1,0 +1,72 @@
+"""The methods that Stratified GRPO is compared with, on any preset of configs/search_r1.py.
+
+    python experiments/train.py --config=configs/baselines.py:grpo --workdir=runs/grpo
+    python experiments/train.py --config=configs/baselines.py:san:base --workdir=runs/san_3b
+    python experiments/sweep.py --config=configs/baselines.py:grpo --sweep=table --seeds=3 --workdir=runs/table
+
+After the first colon comes the method, after a second one the preset of configs/search_r1.py it runs on (`tiny` if
+none is named). A method changes the estimator, and the loss where its paper ties the two; everything else is the
+preset's, so that two methods differ in nothing that their name does not say. The table of arXiv 2510.06214 is
+`grpo`, `san`, `stratified_grpo`.
+"""
+
+import ml_collections
+
+from configs import search_r1
+
+# Method -> the config fields in which it differs from the preset.
+METHODS = {
+    "grpo": {"advantage.name": "gn"},  # arXiv 2402.03300: (R - R_g) / s_g
+    "san": {"advantage.name": "san"},  # arXiv 2510.06214, Definition 1
+    "stratified_grpo": {"advantage.name": "blend"},  # arXiv 2510.06214, Definition 2; alpha is the preset's
+    # arXiv 2503.20783: no division by the deviation, tokens summed and divided by a constant.
+    "dr_grpo": {"advantage.name": "dr_grpo", "loss.aggregation": "constant"},
+    "rloo": {"advantage.name": "loo"},  # arXiv 2402.14740's baseline, under the preset's clipped loss
+    "reinforce": {"advantage.name": "reinforce"},  # no baseline at all
+    "reinforce_batch": {"advantage.name": "reinforce_batch"},  # arXiv 2501.03262
+    "gn_batch": {"advantage.name": "gn_batch"},  # arXiv 2501.03262 with a group baseline
+    "centered": {"advantage.name": "centered"},  # R - R_g
+    "stratified": {"advantage.name": "stratified"},  # R - R_k
+    "stratified_loo": {"advantage.name": "stratified_loo"},  # leave-one-out inside the stratum
+    "shrunk": {"advantage.name": "shrunk"},  # stratum means drawn to the group's where strata are small
+    "two_term": {"advantage.name": "two_term"},  # within strata + lam x between strata
+    "san_rms": {"advantage.name": "san_rms"},  # SAN at gn's root mean square: its direction without its smaller step
+    "san_fallback": {"advantage.name": "san", "advantage.options.fallback": "gn"},  # gn for those alone in a stratum
+    "annealed": {"advantage.name": "blend", "advantage.alpha": 1.0, "advantage.options.alpha_end": 0.0},
+    "random_strata": {"advantage.name": "blend", "strata.name": "random"},  # same sizes, no meaning: the control
+}
+
+
+def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
+  name, _, preset = method.partition(":")
+  if name not in METHODS:
+    raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}, "
+                     "as in configs/baselines.py:grpo or configs/baselines.py:grpo:instruct")
+  config = search_r1.get_config(preset or "tiny")
+  for key, value in METHODS[name].items():
+    _set(config, key, value)
+  if name == "annealed":
+    config.advantage.options.alpha_steps = config.get_ref("num_steps")  # follows --config.num_steps
+  return config
+
+
+def _set(config, key: str, value) -> None:
+  *path, last = key.split(".")
+  for part in path:
+    config = config[part]
+  config[last] = value
+
+
+def sweep_table(add):
+  """Table 2 of arXiv 2510.06214."""
+  for method in ("grpo", "san", "stratified_grpo"):
+    add(preset=method)
+
+
+def sweep_methods(add):
+  """Every method of this file."""
+  for method in METHODS:
+    add(preset=method)
+
+
+sweep_alpha, sweep_strata, sweep_seeds = search_r1.sweep_alpha, search_r1.sweep_strata, search_r1.sweep_seeds

@@ -1,0 +1,218 @@
+"""experiments/train.py end to end on the smallest run there is: what it writes, and that no stop changes it."""
+
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from configs import search_r1
+from experiments import build
+from stratified import checkpoint
+
+ROOT = pathlib.Path(__file__).parents[1]
+SETTINGS = {
+    "num_steps": 4, "warm_start.num_steps": 2, "warm_start.demonstrations_per_step": 4, "policy.width": 16,
+    "policy.num_layers": 1, "policy.num_heads": 2, "policy.num_kv_heads": 1, "policy.mlp_width": 16, "policy.unroll": 1,
+    "data.entities": 60, "data.questions_per_step": 2, "rollout.samples_per_question": 3, "rollout.max_turns": 1,
+    "rollout.max_turn_tokens": 6, "rollout.max_observation_tokens": 16, "rollout.max_tokens": 96,
+    "packing.row_length": 96, "packing.rows": 2, "sampler.lanes": 6, "sampler.block": 6, "sampler.rows": 2,
+    "eval.questions": 3, "eval.every": 2, "eval.forced": False, "checkpoint.every": 2,
+}
+KEYS = """
+    step reward/mean reward/exact_match rollout/searches_mean rollout/tokens_per_second rollout/failed
+    rollout/invalid_actions rollout/staleness advantage/zero_share advantage/rms strata/count strata/singleton_share
+    strata/share_0 strata/share_1 theory/between_stratum_variance theory/normalization_effect
+    theory/cross_stratum_offset_rms loss/policy loss/kl policy/entropy policy/clip_share policy/logp_gap_mean
+    policy/logp_gap_max grad/norm time/rollout_s time/update_s update/tokens_per_second update/padding_share
+    update/skipped""".split()
+
+
+def command(workdir, **changes):
+  flags = [f"--config.{name}={value}" for name, value in (SETTINGS | changes).items()]
+  return [sys.executable, "experiments/train.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}", *flags]
+
+
+def run(workdir, **changes):
+  return subprocess.run(command(workdir, **changes), cwd=ROOT, capture_output=True, text=True)
+
+
+def config(preset="tiny", **changes):
+  made = search_r1.get_config(preset)
+  made.update_from_flattened_dict(SETTINGS | changes if preset == "tiny" else changes)
+  return made
+
+
+def rows(workdir):
+  path = workdir / "metrics.jsonl"
+  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def without_times(rows_):
+  timed = lambda key: key.startswith("time/") or key.endswith("_per_second")
+  return [{key: value for key, value in row.items() if not timed(key)} for row in rows_]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """The workdir of a run that nothing interrupted."""
+  workdir = tmp_path_factory.mktemp("runs") / "whole"
+  done = run(workdir)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return workdir
+
+
+def test_a_run_writes_every_file_and_key_of_the_contract(whole):
+  for name in ("config.json", "metrics.jsonl", "evaluation.json", "report.html", "checkpoints/4"):
+    assert (whole / name).exists(), name
+  assert [p.name for p in sorted((whole / "trajectories").iterdir())] == [f"step_00000{i}.jsonl" for i in (1, 2, 3, 4)]
+  assert list(whole.glob("tensorboard/train/*")) and list(whole.glob("tensorboard/warm_start/*"))
+  stored = json.loads((whole / "config.json").read_text())
+  assert stored["policy"]["width"] == 16 and stored["num_steps"] == 4
+  found = rows(whole)
+  assert [row["warm_start/step"] for row in found if "warm_start/step" in row] == [1, 2]
+  assert all(row["warm_start/loss"] > 0 for row in found if "warm_start/step" in row)
+  training = [row for row in found if "reward/mean" in row]
+  assert [row["step"] for row in training] == [1, 2, 3, 4]
+  for row in training:
+    assert set(KEYS) <= row.keys(), set(KEYS) - row.keys()
+    assert "not_finite" not in row and row["rollout/failed"] == 0 and row["update/skipped"] == 0
+    assert row["policy/logp_gap_max"] < 1e-4 and row["grad/norm"] >= 0
+  evaluated = [row for row in found if "eval/exact_match" in row]
+  assert [row["step"] for row in evaluated] == [0, 2, 4]
+  assert any(key.startswith("eval/exact_match_hops_") for key in evaluated[0])
+  assert "eval/second_encyclopedia/exact_match" in evaluated[0]
+
+
+def test_trajectories_hold_what_the_step_rolled_out(whole):
+  step = [json.loads(line) for line in (whole / "trajectories" / "step_000003.jsonl").read_text().splitlines()]
+  assert len(step) == 6 and len({one["question_id"] for one in step}) == 2
+  row, = (row for row in rows(whole) if row.get("step") == 3 and "reward/mean" in row)
+  assert row["reward/mean"] == pytest.approx(sum(one["reward"] for one in step) / 6)
+  assert row["rollout/searches_mean"] == pytest.approx(sum(one["searches"] for one in step) / 6)
+  policy = sum(s["tokens"] for one in step for s in one["segments"] if s["origin"] == "policy")
+  assert policy == row["rollout/policy_tokens"]
+
+
+def interrupt(workdir, number, when, patience=240):
+  """Starts the run, sends it the signal once `when(rows)` holds, and waits for its end; (exit status, output)."""
+  log = workdir.parent / f"{workdir.name}-{number}.log"
+  with log.open("w") as output:
+    process = subprocess.Popen(command(workdir), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+      end = time.monotonic() + patience
+      while process.poll() is None and not when(rows_so_far(workdir)) and time.monotonic() < end:
+        time.sleep(0.002)
+      assert process.poll() is None, f"the run ended before it was interrupted:\n{log.read_text()[-3000:]}"
+      process.send_signal(number)
+      return process.wait(timeout=patience), log.read_text()
+    finally:
+      if process.poll() is None:
+        process.kill()
+
+
+def rows_so_far(workdir):
+  """The number of whole lines in metrics.jsonl while another process writes it."""
+  path = workdir / "metrics.jsonl"
+  return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_runs_that_are_killed_and_asked_to_stop_add_up_to_one_that_was_not(whole, tmp_path):
+  """kill -9 after a random row and a random while; SIGTERM later; the same command each time."""
+  workdir, chance = tmp_path / "stopped", random.Random()
+  after, wait = chance.randint(1, 5), chance.uniform(0, 0.3)
+
+  def moment(count):
+    if count >= after:
+      time.sleep(wait)
+    return count >= after
+
+  status, _ = interrupt(workdir, signal.SIGKILL, moment)
+  assert status == -signal.SIGKILL
+  # Two rows of the warm start, the evaluation at step 0, then a row a step: the second row of training is the fifth.
+  status, log = interrupt(workdir, signal.SIGTERM, lambda count: count >= 5)
+  assert status == 0, (after, wait, log[-3000:])
+  assert "stopping after this step" in log and "saved; the same command goes on" in log
+  stopped_at = max(row["step"] for row in rows(workdir) if "step" in row)
+  assert (workdir / "checkpoints" / str(stopped_at)).exists()
+  done = run(workdir)
+  assert done.returncode == 0, (after, wait, done.stderr[-3000:])
+  assert f"going on from step {stopped_at} of 4" in done.stdout
+  assert without_times(rows(workdir)) == without_times(rows(whole)), (after, wait)
+  for step in (1, 2, 3, 4):
+    name = pathlib.Path("trajectories") / f"step_00000{step}.jsonl"
+    assert (workdir / name).read_bytes() == (whole / name).read_bytes(), (after, wait)
+
+
+def test_a_finished_run_started_again_adds_nothing(whole):
+  before = (whole / "metrics.jsonl").read_bytes()
+  done = run(whole)
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_command_refuses_another_config_before_any_work_and_names_the_keys(whole):
+  before = (whole / "metrics.jsonl").read_bytes()
+  done = run(whole, **{"advantage.alpha": 0.3, "seed": 7, "checkpoint.every": 1})
+  assert done.returncode == 1
+  assert "advantage.alpha: 0.6 in the workdir, 0.3 now" in done.stderr
+  assert "seed: 0 in the workdir, 7 now" in done.stderr
+  assert "checkpoint.every" not in done.stderr and "Traceback" not in done.stderr
+  assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_larger_num_steps_and_what_changes_no_result_are_accepted(whole, tmp_path):
+  (tmp_path / "config.json").write_bytes((whole / "config.json").read_bytes())
+  changed = config(**{"num_steps": 9, "checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3})
+  checkpoint.check_config(tmp_path, json.loads(changed.to_json()))
+  assert json.loads((tmp_path / "config.json").read_text())["num_steps"] == 9
+  with pytest.raises(ValueError, match=r"num_steps: 9 in the workdir, 4 now"):
+    checkpoint.check_config(tmp_path, json.loads(config(**{
+        "checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3}).to_json()))
+
+
+# --- Refused before any work ---
+
+
+def test_an_unknown_preset_is_refused_with_those_that_exist():
+  with pytest.raises(ValueError, match=r"preset 'big' is unknown; choose one of .*'smollm2', 'tiny'"):
+    search_r1.get_config("big")
+
+
+def test_the_smallest_run_itself_is_accepted():
+  build.check(config())
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ({"advantage.name": "grpo2"}, r"advantage\.name is 'grpo2'.*choose one of .*blend.*gn"),
+    ({"advantage.alpha": 1.2}, r"advantage\.alpha is 1\.2; it must be a number in \[0, 1\]"),
+    ({"advantage.ddof": 3}, r"advantage\.ddof is 3.*K is 3.*samples_per_question"),
+    ({"strata.name": "colours"}, r"colours"),
+    ({"sampler.name": "vllm"}, r"sampler\.name='vllm' is unknown; choose one of jax"),
+    ({"retriever.name": "google"}, r"retriever\.name='google' is unknown"),
+    ({"data.name": "web"}, r"data\.name='web' is unknown; choose one of encyclopedia, files"),
+    ({"loss.kl_estimator": "k4"}, r"loss\.kl_estimator='k4' is unknown; choose one of k1, k2, k3"),
+    ({"loss.aggregation": "mean"}, r"loss\.aggregation='mean' is unknown"),
+    ({"loss.kl_coefficient": -0.1}, r"loss\.kl_coefficient=-0\.1 must be at least 0"),
+    ({"num_steps": 0}, r"num_steps=0 must be at least 1"),
+    ({"rollout.temperature": 0.0}, r"rollout\.temperature=0\.0 must be above 0"),
+    ({"rollout.max_staleness": 1}, r"max_staleness .*must be 0"),
+    ({"packing.row_length": 90}, r"packing\.row_length=90 must be at least rollout\.max_tokens=96"),
+    ({"optimizer.learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
+    ({"mesh.data": 4096}, r"needs 4096 devices"),
+    ({"rollout.answer_tokens": 96}, r"answer_tokens is 96.*max_tokens"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
+def test_a_value_out_of_range_is_refused_in_words(changes, sentence):
+  with pytest.raises(ValueError, match=sentence):
+    build.check(config(**changes))
+
+
+@pytest.mark.parametrize("preset", ["smollm2", "base", "instruct"])
+def test_a_preset_without_its_model_names_what_is_missing(preset, tmp_path):
+  missing = str(tmp_path / "smollm2-none")
+  with pytest.raises(FileNotFoundError, match=f"policy.checkpoint='{missing}' holds no model.*to get it: "):
+    build.check(config(preset, **{"policy.checkpoint": missing}))
