@@ -164,6 +164,9 @@ def _tiny(c):
   c.warm_start.learning_rate = 2e-3
   c.warm_start.weight_decay = 0.0
   c.warm_start.context_weight = 0.3  # loss weight of the tokens that the script did not write
+  c.warm_start.wrong_query = 0.02  # rates of the script's mistakes, per search (a turn, for invalid)
+  c.warm_start.wrong_relation = 0.02
+  c.warm_start.invalid = 0.005
   c.warm_start.encyclopedias = 24  # practice worlds, so that none is learnt by heart
   c.warm_start.mixture = (0.15, 0.2, 0.25, 0.4)  # shares of the demonstrations that search 0, 1, 2, 3 times
 

@@ -133,7 +133,8 @@ def main():
       rows += measured
       if len(measured) > 1:
         before, last = measured[-2:]
-        growth = math.log(last["kernel_s"] / before["kernel_s"], last["trajectories"] / before["trajectories"])
+        times, sizes = ([row[key] for row in (last, before)] for key in ("kernel_s", "trajectories"))
+        growth = math.log(times[0] / times[1], sizes[0] / sizes[1])
         print(f"{name}, K = {samples}: the kernel's time grows as trajectories to the power {growth:.2f}")
   if arguments.json:
     with open(arguments.json, "w", encoding="utf-8") as file:

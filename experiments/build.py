@@ -274,7 +274,9 @@ def demonstration_batches(config, world_: World):
   w, d = config.warm_start, config.data
   shape = batching.Packing.for_rollouts(
       w.demonstrations_per_step, length=config.packing.row_length, rows=config.packing.rows)
-  script_config = demonstrations.DemonstrationConfig(mixture=tuple(w.mixture), max_turns=config.rollout.max_turns)
+  script_config = demonstrations.DemonstrationConfig(
+      mixture=tuple(w.mixture), max_turns=config.rollout.max_turns, wrong_query=w.wrong_query,
+      wrong_relation=w.wrong_relation, invalid=w.invalid)
 
   @functools.cache
   def practice(number: int):

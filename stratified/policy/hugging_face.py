@@ -10,6 +10,7 @@ keeps heads and head dimensions as axes of their own, [layers, inputs ..., outpu
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import gc
 import json
 import math
 import os
@@ -80,9 +81,9 @@ def load_params(directory: Path, config: decoder.DecoderConfig, *, dtype=None,
     params = {}
     for name, weight in decoder.weights(config).items():
       host = _read(files, name, weight, dtype)
-      sharding = sharding_of(name) if sharding_of else None
-      params[name] = _place(host, sharding)
+      params[name] = _place(host, sharding_of(name) if sharding_of else None)
       del host
+      gc.collect(0)  # jax lets go of a buffer it has copied at Python's next collection, however small
     return params
 
 
