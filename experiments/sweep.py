@@ -135,7 +135,7 @@ def plan(
   module = load(file)
   first = configure(module, argument, given)[0].seed
   points = settings(module, names, range(first, first + seeds) if seeds else ())
-  twice = sorted({key for point in points for key in point if key in given})
+  twice = sorted({key for point in points for key in point if key in given} - ({"seed"} if seeds else set()))
   if twice:
     raise ValueError(f"--config.{twice[0]} is what the sweep sets itself; leave the flag out")
   jobs = []

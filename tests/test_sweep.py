@@ -321,7 +321,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   from experiments import build, phases
   from stratified import update
   from stratified.checkpoint import Checkpointer
-  from tests.test_train import config as smallest
+  from test_train import config as smallest
 
   seen = set()
   watched = Watched(smallest(), seen)
