@@ -93,7 +93,7 @@ def test_what_transformers_4_writes_is_read(tmp_path):
 
 @pytest.mark.parametrize("keys,message", [
     (dict(architectures=["MistralForCausalLM"]), "'MistralForCausalLM' is not supported; what is: Llama"),
-    (dict(use_sliding_window=True, sliding_window=9, max_window_layers=1), "type sliding_attention .sliding_w"),
+    (dict(use_sliding_window=True, sliding_window=9, max_window_layers=1), "type sliding_attention"),
     (dict(layer_types=["full_attention", "chunked_attention"]), "a layer of type chunked_attention"),
     (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "scaling .*yarn.* what is: rope_type default or"),
     (dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), "the same in every layer"),

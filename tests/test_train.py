@@ -98,7 +98,7 @@ def test_trajectories_hold_what_the_step_rolled_out(whole):
   assert policy == row["rollout/policy_tokens"]
 
 
-def interrupt(workdir, number, when, patience=240):
+def interrupt(workdir, number, when, patience=900):
   """Starts the run, sends it the signal once `when(rows)` holds, and waits for its end; (exit status, output)."""
   log = workdir.parent / f"{workdir.name}-{number}.log"
   with log.open("w") as output:
