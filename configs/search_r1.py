@@ -8,6 +8,7 @@ questions), `base` and `instruct` (Qwen2.5-3B as in the paper). Any field can be
 """
 
 import ml_collections
+from ml_collections import config_dict
 
 
 def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
@@ -68,7 +69,15 @@ def _common() -> ml_collections.ConfigDict:
   c.advantage.alpha = 0.6
   c.advantage.eps = 1e-6
   c.advantage.ddof = 0
-  c.advantage.options = ml_collections.ConfigDict()  # further keywords of the estimator, as alpha_end, kappa, lam
+  # Options of single estimators; None leaves the estimator's own default.
+  c.advantage.alpha_end = config_dict.placeholder(float)  # blend: alpha moves to this over alpha_steps
+  c.advantage.alpha_steps = config_dict.placeholder(int)
+  c.advantage.kappa = config_dict.placeholder(float)  # blend, shrunk, san: weight n_k / (n_k + kappa)
+  c.advantage.lam = config_dict.placeholder(float)  # two_term: weight of the part between strata
+  c.advantage.over = config_dict.placeholder(str)  # question, batch
+  c.advantage.fallback = config_dict.placeholder(str)  # san: zero, gn, shrink
+  c.advantage.fallback_on = config_dict.placeholder(str)  # san: singleton, constant
+  c.advantage.match_rms = config_dict.placeholder(str)  # question, batch: GN's root mean square
 
   c.strata = ml_collections.ConfigDict()
   c.strata.name = "searches"

@@ -1,0 +1,6 @@
+"""The programs that a user runs."""
+
+import logging
+
+# jax tells at every start that it found no TPU; only what is worth a look should reach a terminal.
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)

@@ -91,6 +91,11 @@ def check(config) -> None:
       raise ValueError(f"warm_start.num_steps={config.warm_start.num_steps} must be 0 with data.name='files': "
                        "demonstrations are scripted for the generated encyclopedia alone")
     _check_files(config)
+  else:
+    _encyclopedia_settings(config.data)
+  if config.warm_start.num_steps:
+    demonstration_config(config)
+    optimizer(config, warm_start=True)
   mesh = mesh_of(config)
   sharding.check_divisible(mesh, {
       "data.questions_per_step": ("question", config.data.questions_per_step),
@@ -133,8 +138,7 @@ def path_of(value: str) -> pathlib.Path:
 
 
 def _advantage_options(config) -> dict[str, Any]:
-  a = config.advantage
-  return {"alpha": a.alpha, "eps": a.eps, "ddof": a.ddof} | a.options.to_dict()
+  return {name: value for name, value in config.advantage.to_dict().items() if name != "name" and value is not None}
 
 
 def partition(config) -> strata.Partition:
@@ -261,8 +265,15 @@ def reinforcement_update(config, mesh, model, optimizer_, num_strata: int):
           old_log_probs=l.old_log_probs, importance_cap=l.importance_cap or None),
       advantage=advantages.make(config.advantage.name, num_strata=num_strata,
                                 samples_per_question=config.rollout.samples_per_question, **_advantage_options(config)),
-      num_strata=num_strata, aggregation=l.aggregation, max_tokens=config.rollout.max_tokens,
+      num_strata=num_strata, eps=config.advantage.eps, aggregation=l.aggregation, max_tokens=config.rollout.max_tokens,
       temperature=config.rollout.temperature, chunk=config.policy.logit_chunk or None)
+
+
+def demonstration_config(config) -> demonstrations.DemonstrationConfig:
+  w = config.warm_start
+  return demonstrations.DemonstrationConfig(
+      mixture=tuple(w.mixture), max_turns=config.rollout.max_turns, wrong_query=w.wrong_query,
+      wrong_relation=w.wrong_relation, invalid=w.invalid)
 
 
 def demonstration_batches(config, world_: World):
@@ -274,9 +285,7 @@ def demonstration_batches(config, world_: World):
   w, d = config.warm_start, config.data
   shape = batching.Packing.for_rollouts(
       w.demonstrations_per_step, length=config.packing.row_length, rows=config.packing.rows)
-  script_config = demonstrations.DemonstrationConfig(
-      mixture=tuple(w.mixture), max_turns=config.rollout.max_turns, wrong_query=w.wrong_query,
-      wrong_relation=w.wrong_relation, invalid=w.invalid)
+  script_config = demonstration_config(config)
 
   @functools.cache
   def practice(number: int):

@@ -70,8 +70,9 @@ def page(made: Comparison) -> str:
   policy = "default-src 'none'; style-src 'unsafe-inline'"
   title = f"{len(made.groups)} settings, {count} runs" if len(made.groups) > 1 else f"{count} runs"
   sections = [
-      f"<h1>{title}</h1>", f'<div class="note"><ul>{notes}</ul></div>' if notes else "", _first(made),
-      f"<h2>End results</h2>{_table(made)}<p class=\"soft\">{visible(comparison.legend(made))}</p>", _more(made), _paths(made)]
+      f"<h1>{title}</h1>", _first(made),
+      f"<h2>End results</h2>{_table(made)}<p class=\"soft\">{visible(comparison.legend(made))}</p>",
+      f'<div class="note"><ul>{notes}</ul></div>' if notes else "", _more(made), _paths(made)]
   return ('<!doctype html><html lang="en"><head><meta charset="utf-8">'
           f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
           '<meta name="viewport" content="width=device-width,initial-scale=1">'

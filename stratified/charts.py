@@ -139,7 +139,8 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
   power = 10.0 ** math.floor(math.log10(raw))
   step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
   first = math.ceil(low / step - 1e-9)
-  return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+  digits = 1 - math.floor(math.log10(step))  # one more than the step's own: a range of 1e-15 has ticks too
+  return [round(i * step, digits) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def number(value: float | None, percent: bool = False) -> str:

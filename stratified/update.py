@@ -57,13 +57,14 @@ def supervised(logp, entropy, reference_logp, advantage, micro):
 
 
 def make_update(mesh, config: decoder.DecoderConfig, optimizer: optax.GradientTransformation, *, token_loss: TokenLoss,
-                advantage: Callable | None = None, num_strata: int = 1, aggregation: str = "token_mean",
+                advantage: Callable | None = None, num_strata: int = 1, eps: float = 1e-6, aggregation: str = "token_mean",
                 max_tokens: int = 1, temperature: float = 1.0, chunk: int | None = None):
   """The step (state, batch) -> (state, stats) on `mesh`; the state's buffers are reused, so the old one is gone.
 
   It is jitted once; `step.lower(state, batch)` gives what a compiler sees.
 
-  advantage: (reward_qk, stratum_qk, valid_qk, step) -> [Q, K]; None gives every trajectory 1 (supervision).
+  advantage: (reward_qk, stratum_qk, valid_qk, step) -> [Q, K]; None gives every trajectory 1 (supervision). eps is the
+  estimator's, for the diagnostics.
   A non-finite loss or gradient leaves parameters and optimizer as they were and counts in `update/skipped`
   and `state.skipped_in_a_row`. stats["advantage_qk"] is [Q, K], every other entry a float32 scalar.
   """
@@ -71,7 +72,7 @@ def make_update(mesh, config: decoder.DecoderConfig, optimizer: optax.GradientTr
     raise ValueError(f"loss.aggregation={aggregation!r} is unknown; choose one of {losses.AGGREGATIONS}")
 
   def step(state: TrainState, batch: Batch):
-    advantage_qk, stats = _advantages(advantage, num_strata, batch, state.step)
+    advantage_qk, stats = _advantages(advantage, num_strata, eps, batch, state.step)
     totals = dict(tokens=(batch.length_qk * batch.valid_qk).sum(), trajectories=batch.valid_qk.sum())
     weigh = functools.partial(losses.token_weights, aggregation=aggregation, max_tokens=max_tokens, **totals)
     loss_of = _micro_loss(config, token_loss, weigh, state.reference, batch, advantage_qk, temperature, chunk)
@@ -109,12 +110,12 @@ def _flat(x_qk):
   return x_qk.reshape(-1)
 
 
-def _advantages(advantage, num_strata, batch, step):
+def _advantages(advantage, num_strata, eps, batch, step):
   if advantage is None:
     return jnp.ones_like(batch.reward_qk), {}
   advantage_qk = advantage(batch.reward_qk, batch.stratum_qk, batch.valid_qk, step)
   return advantage_qk, theory.diagnostics(
-      batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=num_strata)
+      batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=num_strata, eps=eps)
 
 
 def _micro_loss(config, token_loss, weigh, reference, batch, advantage_qk, temperature, chunk):

@@ -349,3 +349,9 @@ def test_the_command_writes_page_or_picture_and_names_a_missing_workdir(tmp_path
   command = [sys.executable, script, f"--workdir={tmp_path}/no"]
   failed = subprocess.run(command, capture_output=True, text=True)
   assert failed.returncode and "there is no workdir" in failed.stderr + failed.stdout
+
+
+@pytest.mark.parametrize("low, high", [(0.0, 1e-16), (-3e-300, 3e-300), (0.0, 1e300), (1.0, 1.0 + 1e-12)])
+def test_ticks_are_distinct_whatever_the_range(low, high):
+  found = charts.ticks(low, high)
+  assert len(set(found)) == len(found) >= 2

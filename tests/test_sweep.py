@@ -209,7 +209,7 @@ def test_a_finished_run_of_another_config_is_not_taken_for_this_one(tmp_path, tr
   again = lambda **given: sweep.plan(str(ROOT / SEARCH_R1), "tiny", {"num_steps": 3, **given}, ("alpha",), None, tmp_path / "runs")
   assert sweep_runs.finished(again()[0][0])
   assert sweep_runs.finished(again(**{"checkpoint.every": 7, "mesh.data": 4})[0][0])
-  assert not sweep_runs.finished(again(**{"optimizer.learning_rate": 3e-4})[0][0])
+  assert not sweep_runs.finished(again(**{"optimizer.learning_rate": 0.123})[0][0])
   assert not sweep_runs.finished(again(num_steps=4)[0][0])
 
 
@@ -324,7 +324,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   from test_train import config as smallest
 
   seen = set()
-  watched = Watched(smallest(), seen)
+  watched = Watched(smallest(**{"warm_start.mixture": (0.5, 0.5)}), seen)
   made = []
   monkeypatch.setattr(update, "make_update", lambda *args, **kwargs: made.append(kwargs) or (
       lambda state, batch: (state, {"warm_start/loss": 1.0, "grad/norm": 1.0})))

@@ -18,9 +18,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 SETTINGS = {
     "num_steps": 4, "warm_start.num_steps": 2, "warm_start.demonstrations_per_step": 4, "policy.width": 16,
     "policy.num_layers": 1, "policy.num_heads": 2, "policy.num_kv_heads": 1, "policy.mlp_width": 16, "policy.unroll": 1,
-    "data.entities": 60, "data.questions_per_step": 2, "rollout.samples_per_question": 3, "rollout.max_turns": 1,
-    "rollout.max_turn_tokens": 6, "rollout.max_observation_tokens": 16, "rollout.max_tokens": 96,
-    "packing.row_length": 96, "packing.rows": 2, "sampler.lanes": 6, "sampler.block": 6, "sampler.rows": 2,
+    "data.entities": 60, "data.questions_per_step": 2, "rollout.samples_per_question": 3, "rollout.max_turns": 3,
+    "rollout.max_turn_tokens": 20, "rollout.max_observation_tokens": 24, "rollout.max_tokens": 128,
+    "packing.row_length": 128, "packing.rows": 2, "sampler.lanes": 6, "sampler.block": 6, "sampler.rows": 2,
     "eval.questions": 3, "eval.every": 2, "eval.forced": False, "checkpoint.every": 2,
 }
 KEYS = """
@@ -201,10 +201,13 @@ def test_the_smallest_run_itself_is_accepted():
     ({"num_steps": 0}, r"num_steps=0 must be at least 1"),
     ({"rollout.temperature": 0.0}, r"rollout\.temperature=0\.0 must be above 0"),
     ({"rollout.max_staleness": 1}, r"max_staleness .*must be 0"),
-    ({"packing.row_length": 90}, r"packing\.row_length=90 must be at least rollout\.max_tokens=96"),
+    ({"packing.row_length": 90}, r"packing\.row_length=90 must be at least rollout\.max_tokens=128"),
     ({"optimizer.learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
     ({"mesh.data": 4096}, r"needs 4096 devices"),
-    ({"rollout.answer_tokens": 96}, r"answer_tokens is 96.*max_tokens"),
+    ({"rollout.answer_tokens": 128}, r"answer_tokens is 128.*max_tokens"),
+    ({"rollout.max_turns": 2}, r"mixture .* asks for up to 3 searches, but max_turns is 2: shorten the mixture"),
+    ({"data.entities": 5}, r"entities=5 is out of range"),
+    ({"warm_start.learning_rate": -1.0}, r"learning_rate=-1\.0 must be positive"),
 ], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
 def test_a_value_out_of_range_is_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
