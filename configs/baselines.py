@@ -31,8 +31,8 @@ METHODS = {
     "shrunk": {"advantage.name": "shrunk"},  # stratum means drawn to the group's where strata are small
     "two_term": {"advantage.name": "two_term"},  # within strata + lam x between strata
     "san_rms": {"advantage.name": "san_rms"},  # SAN at gn's root mean square: its direction without its smaller step
-    "san_fallback": {"advantage.name": "san", "advantage.options.fallback": "gn"},  # gn for those alone in a stratum
-    "annealed": {"advantage.name": "blend", "advantage.alpha": 1.0, "advantage.options.alpha_end": 0.0},
+    "san_fallback": {"advantage.name": "san", "advantage.fallback": "gn"},  # gn for those alone in a stratum
+    "annealed": {"advantage.name": "blend", "advantage.alpha": 1.0, "advantage.alpha_end": 0.0},
     "random_strata": {"advantage.name": "blend", "strata.name": "random"},  # same sizes, no meaning: the control
 }
 
@@ -46,7 +46,7 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   for key, value in METHODS[name].items():
     _set(config, key, value)
   if name == "annealed":
-    config.advantage.options.alpha_steps = config.get_ref("num_steps")  # follows --config.num_steps
+    config.advantage.alpha_steps = config.get_ref("num_steps")  # follows --config.num_steps
   return config
 
 

@@ -12,7 +12,7 @@ import pytest
 from stratified import sharding
 
 PROGRAM = pathlib.Path(__file__).with_name("sharded_steps.py")
-MESHES = ["tied 8x1x1", "tied 1x8x1", "tied 2x2x2", "tied 1x2x4", "untied 2x2x2", "untied 1x2x4"]
+MESHES = ["tied 8x1x1", "tied 1x8x1", "tied 2x2x2", "tied 1x2x4", "untied 2x2x2"]
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +66,20 @@ def test_adamws_update_equals_one_device_where_the_gradient_is_more_than_roundin
   noise of full size. So coordinates must agree where |g| is far above the difference between the two gradients, and
   no coordinate may move further than the rate."""
   gradient, single_gradient = part(steps, label, "gradient")
-  update, expected = part(steps, label, "adam")
+  update, expected = part(steps, label, "adamw")
   assert np.abs(update).max() <= 1e-3 * (1 + 1e-5)
   noise = np.abs(gradient - single_gradient).max()
   clear = np.abs(single_gradient) > 100 * noise
   assert clear.mean() > 0.95
   np.testing.assert_allclose(update[clear], expected[clear], rtol=1e-3)
   assert (update[single_gradient == 0] == 0).all()
+
+
+@pytest.mark.parametrize("label", MESHES)
+def test_muons_update_equals_one_device(steps, label):
+  """Its iteration multiplies a small singular value by up to 3.4445 each of five times, and the rounding there with it:
+  485 times the gradients' tolerance of 1e-5."""
+  assert distance(*part(steps, label, "muon")) < 485e-5
 
 
 @pytest.mark.parametrize("label", MESHES)
@@ -93,7 +100,7 @@ def test_the_sampler_takes_sharded_parameters(steps, label):
 
 
 def test_a_second_sharded_step_compiles_nothing(steps):
-  assert {facts["compilations"] for facts in steps[1].values() if "compilations" in facts} == {1}
+  assert {facts["compilations"] for facts in steps[1].values()} == {1}
 
 
 # --- The mesh and the table ---
