@@ -126,7 +126,8 @@ def _paths(made: Comparison) -> str:
 def write(made: Comparison, folder: pathlib.Path) -> pathlib.Path:
   """Writes the four files and returns the page's path."""
   folder.mkdir(parents=True, exist_ok=True)
-  parts = {"md": comparison.as_markdown(made), "json": json.dumps(comparison.as_json(made), indent=2) + "\n", "svg": picture(made), "html": page(made)}
+  parts = {"md": comparison.as_markdown(made), "json": json.dumps(comparison.as_json(made), indent=2) + "\n",
+           "svg": picture(made), "html": page(made)}
   for kind, text in parts.items():
     metrics.write_atomic(folder / f"comparison.{kind}", text)
   return folder / "comparison.html"

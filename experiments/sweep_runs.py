@@ -70,10 +70,12 @@ def finished(job: Job) -> bool:
 
 
 def where(job: Job) -> str:
-  """`finished`, `not started`, or how far the run is."""
+  """`finished`, `not started`, how far the run is, or that the folder belongs to a run of another config."""
   run = workdirs.read(job.workdir)
   if finished(job):
     return "finished"
+  if run.config and changed_keys(run.config, job.config, (*workdirs.SAME_RESULT, "num_steps")):
+    return "another config"
   if not run.rows:
     return "not started"
   return f"step {run.last_step} of {job.config['num_steps']}" if run.last_step else "in its warm start"

@@ -1,4 +1,4 @@
-"""Comparisons: how runs are found and grouped, what means and intervals are, and that no missing piece breaks a page."""
+"""Comparisons: how runs are found and grouped, their means and intervals; no missing piece breaks a page."""
 
 import json
 import math
@@ -18,7 +18,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 HOSTILE = "</style><script>alert('x')</script> & \"q\""
 
 
-def run(folder, *, steps=20, planned=20, seed=0, reward=0.5, score=0.6, start=0.3, evaluated=True, questions=400, **changed):
+def run(
+    folder, *, steps=20, planned=20, seed=0, reward=0.5, score=0.6, start=0.3, evaluated=True, **changed):
   """A workdir as experiments/train.py leaves it, written by hand."""
   folder.mkdir(parents=True)
   config = {"seed": seed, "num_steps": planned, "advantage": {"name": "gn", "alpha": 0.6}, "checkpoint": {"every": 10}}
@@ -33,7 +34,8 @@ def run(folder, *, steps=20, planned=20, seed=0, reward=0.5, score=0.6, start=0.
   if evaluated:
     rows.append({"step": steps, "eval/exact_match": score, "eval/exact_match_hops_1": score, "eval/searches_mean": 2.0,
                  "eval/second_encyclopedia/exact_match": score - 0.05})
-    sets = {"held_out": {"exact_match": score, "count": questions, "by_hops": {"1": {"exact_match": score, "count": 120}}}}
+    sets = {"held_out": {"exact_match": score, "count": 400,
+                         "by_hops": {"1": {"exact_match": score, "count": 120}}}}
     (folder / "evaluation.json").write_text(json.dumps({"step": steps, "sets": sets}))
   (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   return folder
@@ -67,7 +69,8 @@ def test_a_path_that_holds_an_equals_sign_is_a_path(tmp_path):
 def test_names_come_in_the_order_of_their_numbers(tmp_path):
   for name in ("alpha-1", "alpha-0.2", "alpha-0.15", "alpha-10"):
     run(tmp_path / name)
-  assert [path.name for _, path in workdirs.find([str(tmp_path)])[0]] == ["alpha-0.15", "alpha-0.2", "alpha-1", "alpha-10"]
+  found, _ = workdirs.find([str(tmp_path)])
+  assert [path.name for _, path in found] == ["alpha-0.15", "alpha-0.2", "alpha-1", "alpha-10"]
 
 
 def test_runs_are_grouped_by_what_differs_but_not_by_the_seed(paper):
@@ -128,7 +131,8 @@ def test_a_lone_run_has_wilsons_interval_over_its_questions_and_none_for_the_res
 
 def test_the_interval_over_questions_is_not_that_of_another_step(tmp_path):
   folder = run(tmp_path / "one")
-  (folder / "evaluation.json").write_text(json.dumps({"step": 10, "sets": {"held_out": {"exact_match": 0.6, "count": 400}}}))
+  sets = {"held_out": {"exact_match": 0.6, "count": 400}}
+  (folder / "evaluation.json").write_text(json.dumps({"step": 10, "sets": sets}))
   assert comparison.summary([workdirs.read(folder)])["eval/exact_match"].low is None
 
 
@@ -238,7 +242,8 @@ def test_the_picture_is_an_svg_file_of_its_own(paper):
   made = comparison.of([str(paper)])
   root = xml.etree.ElementTree.fromstring(compare.picture(made))
   assert root.tag == "{http://www.w3.org/2000/svg}svg"
-  assert {"Reward a rollout", "Searches a question", "advantage san"} <= {e.text for e in root.iter() if e.tag.endswith("text")}
+  shown = {element.text for element in root.iter() if element.tag.endswith("text")}
+  assert {"Reward a rollout", "Searches a question", "advantage san"} <= shown
 
 
 def test_a_sweep_over_one_number_is_drawn_in_shades_and_many_groups_stay_apart(tmp_path):
@@ -249,9 +254,11 @@ def test_a_sweep_over_one_number_is_drawn_in_shades_and_many_groups_stay_apart(t
   assert min(shades.values()) >= bands.charts.PALETTE
   names = [f"group {i}" for i in range(14)]
   many = bands.colors(names)
-  plot = bands.Plot("t", tuple(bands.Band(name, [1, 2], [i, i], [None] * 2, [None] * 2) for i, name in enumerate(names)))
+  none = [None, None]
+  plot = bands.Plot("t", tuple(bands.Band(name, [1, 2], [i, i], none, none) for i, name in enumerate(names)))
   drawn = xml.etree.ElementTree.fromstring(bands.figure_svg([plot], many, standalone=True))
-  looks = {(e.get("class"), e.get("stroke-dasharray")) for e in drawn.iter() if e.get("class", "").startswith("line ")}
+  lines = [element for element in drawn.iter() if element.get("class", "").startswith("line ")]
+  looks = {(line.get("class"), line.get("stroke-dasharray")) for line in lines}
   assert len(looks) == 14
 
 

@@ -109,8 +109,8 @@ def test_a_sweep_over_presets_keeps_what_follows_the_second_colon(tmp_path):
 
 
 def test_settings_that_would_share_a_name_do_not_share_a_folder():
-  names = [name for name, _ in sweep.named([{"strata.name": "my mod:f"}, {"strata.name": "my-mod:f"}, {"strata.name": "x"}])]
-  assert names == ["strata-my-mod-f", "strata-my-mod-f_again-1", "strata-x"]
+  points = [{"strata.name": "my mod:f"}, {"strata.name": "my-mod:f"}, {"strata.name": "x"}]
+  assert [name for name, _ in sweep.named(points)] == ["strata-my-mod-f", "strata-my-mod-f_again-1", "strata-x"]
 
 
 @pytest.mark.parametrize("module", [search_r1, baselines], ids=["search_r1", "baselines"])
@@ -118,8 +118,8 @@ def test_every_sweep_of_the_configs_fits_them(module, tmp_path):
   names = [name.removeprefix("sweep_") for name in vars(module) if name.startswith("sweep_")]
   assert {"alpha", "strata", "seeds"} < set(names)
   for name in names:
-    argument = "tiny" if module is search_r1 else "grpo"
-    jobs = planned(tmp_path / name, names=(name,), file=f"configs/{module.__name__.split('.')[-1]}.py", argument=argument)
+    file, argument = f"{module.__name__.replace('.', '/')}.py", "tiny" if module is search_r1 else "grpo"
+    jobs = planned(tmp_path / name, names=(name,), file=file, argument=argument)
     assert len({json.dumps(job.config, sort_keys=True) for job in jobs}) == len(jobs) > 1
 
 
@@ -206,11 +206,14 @@ def test_finished_runs_are_skipped_and_unfinished_ones_go_on(tmp_path, train, ca
 
 def test_a_finished_run_of_another_config_is_not_taken_for_this_one(tmp_path, train):
   sweep_runs.run_all(planned(tmp_path / "runs")[:1], Idle(), train=train)
-  again = lambda **given: sweep.plan(str(ROOT / SEARCH_R1), "tiny", {"num_steps": 3, **given}, ("alpha",), None, tmp_path / "runs")
-  assert sweep_runs.finished(again()[0][0])
-  assert sweep_runs.finished(again(**{"checkpoint.every": 7, "mesh.data": 4})[0][0])
-  assert not sweep_runs.finished(again(**{"optimizer.learning_rate": 0.123})[0][0])
-  assert not sweep_runs.finished(again(num_steps=4)[0][0])
+
+  def state(**given):
+    return sweep_runs.where(sweep.plan(
+        str(ROOT / SEARCH_R1), "tiny", {"num_steps": 3, **given}, ("alpha",), None, tmp_path / "runs")[0][0])
+
+  assert state() == state(**{"checkpoint.every": 7, "mesh.data": 4}) == "finished"
+  assert state(**{"optimizer.learning_rate": 0.123}) == "another config"
+  assert state(num_steps=4) == "step 3 of 4"
 
 
 def test_the_table_has_a_row_a_setting_and_names_what_is_missing(tmp_path, train):
@@ -219,7 +222,7 @@ def test_the_table_has_a_row_a_setting_and_names_what_is_missing(tmp_path, train
   text = sweep.write_table(jobs, tmp_path / "runs")
   assert text == (tmp_path / "runs" / "sweep.md").read_text()
   rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
-  assert "| 2 |" in rows["alpha-0.2"] and "20.0 [20.0, 20.0]" in rows["alpha-0.2"] and "+20.0 [+20.0, +20.0]" in rows["alpha-0.2"]
+  assert "| alpha-0.2 | 2 | 20.0 [20.0, 20.0] | +20.0 [+20.0, +20.0] |" in rows["alpha-0.2"]
   assert "| 1 of 2 | 60.0 |" in rows["alpha-0.6"] and "| 0 of 2 | – |" in rows["alpha-0.4"]
   assert "alpha-0.4_seed-0 has no training step yet" in text
   made = json.loads((tmp_path / "runs" / "sweep.json").read_text())
@@ -241,7 +244,8 @@ print(sweep_runs.run_all(jobs, relay, train=[sys.executable, {train!r}, "--slow=
 def test_a_signal_lets_the_run_at_work_save_and_ends_the_sweep(number, tmp_path, train):
   jobs = planned(tmp_path / "runs", num_steps=400)
   code = SLEEPER.format(file=str(ROOT / SEARCH_R1), train=train[1])
-  with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "runs")], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+  command = [sys.executable, "-c", code, str(tmp_path / "runs")]
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
     first = jobs[0].workdir / "metrics.jsonl"
     end = time.monotonic() + 240
     while not first.exists() and time.monotonic() < end and process.poll() is None:
@@ -281,8 +285,8 @@ def test_a_run_takes_the_warm_start_that_it_would_repeat(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"seed": 1}, {"policy.width": 64}, {"data.entities": 100}, {"warm_start.learning_rate": 1e-3}, {"optimizer.clip_norm": 2.0},
-    {"rollout.max_turns": 2}, {"packing.rows": 4}, {"mesh.data": 2}, {"warm_start.num_steps": 3},
+    {"seed": 1}, {"policy.width": 64}, {"data.entities": 100}, {"warm_start.learning_rate": 0.123},
+    {"optimizer.clip_norm": 2.0}, {"rollout.max_turns": 2}, {"packing.rows": 4}, {"mesh.data": 2}, {"warm_start.num_steps": 3},
 ], ids=lambda change: next(iter(change)))
 def test_a_warm_start_of_another_seed_or_setting_is_not_taken(change, tmp_path):
   donor = planned(tmp_path, **{"warm_start.num_steps": 2})[0]
@@ -333,7 +337,8 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   world = build.world(watched)
   with Checkpointer(tmp_path / "warm_start", 100) as checkpointer, metrics.Writer(tmp_path) as writer:
     phases.warm_start(watched, mesh, world, build.model_config(watched), writer, checkpointer, phases.Stop())
-  assert len(made) == 1 and {"seed", "warm_start.num_steps", "policy.width", "data.hop_shares", "optimizer.clip_norm"} <= seen
+  assert len(made) == 1
+  assert {"seed", "warm_start.num_steps", "policy.width", "data.hop_shares", "optimizer.clip_norm"} <= seen
   shared = {key for key in seen if any(fnmatch.fnmatchcase(key, one) for one in sweep_runs.NOT_IN_WARM_START)}
   assert not shared
 
