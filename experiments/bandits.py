@@ -1,4 +1,4 @@
-"""Two bandits of two strategies each, and policies that learn them by policy gradient with the library's estimators.
+"""Three bandits of two strategies each, and policies that learn them by policy gradient with the library's estimators.
 
 A strategy is a stratum: the policy first chooses a strategy, then an act inside it; acts pay 0 or 1. With separate
 parameters the choice and the acts have logits of their own (a hierarchical softmax); with shared ones there is one
@@ -22,11 +22,15 @@ LEARNING_RATE = 1.0
 
 
 class Bandit(NamedTuple):
-  """Probabilities at the start, of the strategies [S] and of the acts inside each [S, A]; success rates [S, A]."""
+  """Probabilities at the start, of the strategies [S] and of the acts inside each [S, A]; success rates [S, A].
+
+  drawn  the strategy is drawn for the policy, always from choice_s: nobody's choice
+  """
 
   choice_s: Any
   act_sa: Any
   success_sa: Any
+  drawn: Any = False
 
 
 class Setting(NamedTuple):
@@ -63,9 +67,16 @@ def learnt(share: float = 0.1) -> Bandit:
   return Bandit(np.array([1 - share, share]), acts, np.array([[0.4] * 4, [0.9, 0.1, 0.1, 0.1]]))
 
 
-def log_policy(params, shared):
-  """log p(strategy, act), [S, A], of params = (choice logits [S], act logits [S, A])."""
+def luck() -> Bandit:
+  """Strategies that are drawn, far apart in reward; in each, one act in four is better by 0.2."""
+  success = np.array([[0.25, 0.05, 0.05, 0.05], [0.95, 0.75, 0.75, 0.75]])
+  return Bandit(np.array([0.5, 0.5]), np.full((2, 4), 0.25), success, True)
+
+
+def log_policy(params, shared, drawn=False):
+  """log p(strategy, act), [S, A], of params = (choice logits [S], act logits [S, A]); `drawn` has shared False."""
   choice_s, act_sa = params
+  choice_s = jnp.where(drawn, jax.lax.stop_gradient(choice_s), choice_s)
   # One logit for each pair is the case in which a strategy's logit is its acts' log-sum-exp.
   choice_s = jnp.where(shared, jax.nn.logsumexp(act_sa, axis=1), choice_s)
   return jax.nn.log_softmax(choice_s)[:, None] + jax.nn.log_softmax(act_sa, axis=1)
@@ -107,7 +118,8 @@ def train(estimator, setting: Setting, key, steps: int) -> Curves:
     advantage_qk = estimated(estimator, setting, pair_qk, reward_qk, shuffle_key, t)
     # The sum over rollouts, collected by pair: what the gradient of log p is weighted with.
     weight = jnp.stack([jnp.mean(jnp.where(pair_qk == i, advantage_qk, 0)) for i in range(p_sa.size)])
-    gradient = jax.grad(lambda x: jnp.vdot(weight.reshape(p_sa.shape), log_policy(x, setting.shared)))(params)
+    objective = lambda x: jnp.vdot(weight.reshape(p_sa.shape), log_policy(x, setting.shared, bandit.drawn))
+    gradient = jax.grad(objective)(params)
     share = p_sa[1].sum()
     curves = Curves(jnp.vdot(p_sa, bandit.success_sa), share, jnp.vdot(p_sa[1], bandit.success_sa[1]) / share)
     return jax.tree.map(lambda x, d: x + LEARNING_RATE * d, params, gradient), curves

@@ -22,7 +22,7 @@ from experiments import bandits
 from stratified import advantages, bands, comparison, metrics, theory
 
 HERE = pathlib.Path(__file__).parent
-STEPS, GROUPS = 600, 40_000
+STEPS, LONG, GROUPS = 600, 3_000, 40_000
 SAMPLES = bandits.SAMPLES
 # Probabilities of the strata, success rates inside them.
 SHARES = {
@@ -122,21 +122,21 @@ def settings() -> dict[tuple, bandits.Setting]:
   makers = {"better": (bandits.better(), 0.2), "learnt": (bandits.learnt(), 0.1)}
   four = {(name, share, shared, matched): bandits.Setting(bandit, shared, matched)
           for name, (bandit, share) in makers.items() for shared in (False, True) for matched in (False, True)}
-  return four | {("learnt", share, False, True): bandits.Setting(bandits.learnt(share), False, True)
+  drawn = {("luck", 0.5, False, matched): bandits.Setting(bandits.luck(), False, matched) for matched in (False, True)}
+  return four | drawn | {("learnt", share, False, True): bandits.Setting(bandits.learnt(share), False, True)
                  for share in START_SHARES}
 
 
-def train_everything(seeds: int, steps: int = STEPS, names=None) -> dict[str, dict[tuple, bandits.Curves]]:
-  """Estimator -> setting's key -> curves of [seeds, steps]; all estimators see the same random numbers."""
-  keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
-  made, stacked = settings(), bandits.stack(settings().values())
+def train(made: dict[tuple, bandits.Setting], seeds: int, steps: int, names=None):
+  """Estimator -> key of `made` -> curves of [seeds, steps]; all estimators see the same random numbers."""
+  keys, stacked = jax.vmap(jax.random.key)(jnp.arange(seeds)), bandits.stack(made.values())
   chosen = {name: one for name, one in bandits.estimators(steps).items() if names is None or name in names}
   result, began = {}, time.perf_counter()
   for i, (name, estimator) in enumerate(chosen.items(), 1):
     curves = jax.tree.map(np.asarray, bandits.train_all(estimator, stacked, keys, steps))
     result[name] = {key: bandits.Curves(*(x[at] for x in curves)) for at, key in enumerate(made)}
     left = (time.perf_counter() - began) * (len(chosen) - i) / i
-    print(f"trained {i} of {len(chosen)} estimators: {name}; about {left:.0f} s left", flush=True)
+    print(f"trained {i} of {len(chosen)} estimators for {steps} steps: {name}; about {left:.0f} s left", flush=True)
   return result
 
 
@@ -153,28 +153,52 @@ def reward_table(result, name: str, share: float) -> str:
                          for estimator, curves in result.items()])
 
 
+def steps_until(reached_nt) -> str:
+  """The median over seeds of the first step at which it holds, and the middle 80 % of seeds; or "never"."""
+  first = np.where(reached_nt.any(axis=1), reached_nt.argmax(axis=1), np.inf)
+  low, middle, high = (f"{x:.0f}" if x < np.inf else "never"
+                       for x in np.quantile(first, [0.1, 0.5, 0.9], method="inverted_cdf"))
+  return middle if low == high else f"{middle} ({low} to {high})"
+
+
 def speed_table(result) -> str:
-  """Steps until half of the rollouts take the better strategy, own advantages, separate parameters."""
+  """Bandit A, separate parameters: steps until half of the rollouts take the better strategy."""
   rows = []
   for estimator, curves in result.items():
-    cells = []
-    for matched in (False, True):
-      over = curves["better", 0.2, False, matched].share >= 0.5
-      first = np.where(over.any(axis=1), over.argmax(axis=1), np.inf)
-      cells.append("never" if np.isinf(np.median(first)) else f"{np.median(first):.0f}")
+    cells = [steps_until(curves["better", 0.2, False, matched].share >= 0.5) for matched in (False, True)]
     moved = np.abs(curves["better", 0.2, False, False].share - 0.2).max()
     rows.append([estimator, *cells, f"{moved:.0e}" if moved < 1e-3 else f"{moved:.2f}"])
-  return markdown(["estimator", "steps to one half", "at equal RMS", "largest move of the probability"], rows)
+  return markdown(["estimator", "steps", "steps, equal RMS", "largest move of the probability"], rows)
+
+
+def long_table(result) -> str:
+  """Bandit B, separate parameters, equal RMS, trained for longer."""
+  rows = [[estimator, steps_until(curves["learnt"].share >= 0.5), end(curves["learnt"].reward)]
+          for estimator, curves in result.items()]
+  return markdown(["estimator", "steps until half take it", f"reward after {LONG}"], rows)
+
+
+def luck_table(result) -> str:
+  """Bandit C: steps until nine tenths of what can be gained is gained, at either size of step."""
+  success_sa = bandits.luck().success_sa
+  wanted = success_sa.mean() + 0.9 * (success_sa.max(axis=1).mean() - success_sa.mean())
+  rows = [[estimator] + [steps_until(curves["luck", 0.5, False, matched].reward >= wanted)
+                         for matched in (False, True)] for estimator, curves in result.items()]
+  return markdown(["estimator", "steps", "steps, equal RMS"], rows)
 
 
 def inside_table(result) -> str:
-  """Where bandit B ends at equal RMS: probability of the strategy, success rate inside it."""
+  """Where bandit B ends at equal RMS: seeds that moved to the strategy, its probability, success rate inside."""
   rows = []
   for estimator, curves in result.items():
-    found = [curves["learnt", 0.1, shared, True] for shared in (False, True)]
-    rows.append([estimator] + [f"{x[:, -1].mean():.2f} ± {x[:, -1].std(ddof=1):.2f}"
-                               for one in found for x in (one.share, one.success)])
-  return markdown(["estimator", "probability, separate", "success inside", "probability, shared", "success inside"], rows)
+    row = [estimator]
+    for shared in (False, True):
+      found = curves["learnt", 0.1, shared, True]
+      share, success = found.share[:, -1], found.success[:, -1]
+      row += [f"{np.mean(share > 0.5):.0%}", *(f"{x.mean():.2f} ± {x.std(ddof=1):.2f}" for x in (share, success))]
+    rows.append(row)
+  head = ["seeds on it", "its probability", "success inside"]
+  return markdown(["estimator", *(f"{what}, {kind}" for kind in ("separate", "shared") for what in head)], rows)
 
 
 def start_table(result) -> str:
@@ -204,10 +228,10 @@ def _zero(text: str) -> str:
 
 
 def band(name: str, values_nt) -> bands.Band:
-  """Mean and one standard deviation to either side over the first axis, at some sixty steps."""
+  """Mean and middle 80 % of seeds, at some sixty steps. Ends are all or nothing: a deviation would leave [0, 1]."""
   x = list(range(0, values_nt.shape[1], max(1, values_nt.shape[1] // 60)))
-  mean, spread = values_nt.mean(axis=0)[x], values_nt.std(axis=0, ddof=1)[x]
-  return bands.Band(name, x, mean.tolist(), (mean - spread).tolist(), (mean + spread).tolist())
+  low, high = np.quantile(values_nt[:, x], [0.1, 0.9], axis=0)
+  return bands.Band(name, x, values_nt[:, x].mean(axis=0).tolist(), low.tolist(), high.tolist())
 
 
 def reward_figure(result, name: str, share: float) -> str:
@@ -227,7 +251,7 @@ def mechanism_figure(result) -> str:
   plots = [bands.Plot(title, tuple(band(name, getattr(curves, field)) for name, curves in found.items()))
            for title, field in (("Reward", "reward"), ("Probability of the strategy", "share"),
                                 ("Success rate inside it", "success"))]
-  return bands.figure_svg(plots, bands.colors(list(result)), width=310, height=220, columns=3, standalone=True)
+  return bands.figure_svg(plots, bands.colors(members), width=310, height=230, columns=3, standalone=True)
 
 
 def fill(page: str, tables: dict[str, str]) -> str:
@@ -248,10 +272,12 @@ def main() -> None:
   if arguments.seeds < 2:
     parser.error(f"--seeds is {arguments.seeds}; a spread needs 2 or more")
   tables = {"shares": share_table(), "attenuation": attenuation_table(), "push": push_table()}
-  result = train_everything(arguments.seeds)
+  result = train(settings(), arguments.seeds, STEPS)
+  longer = train({"learnt": bandits.Setting(bandits.learnt(), False, True)}, arguments.seeds, LONG,
+                 ("gn", "blend 0.6", "loo", "shrunk", "two_term"))
   tables |= {"better": reward_table(result, "better", 0.2), "speed": speed_table(result),
              "learnt": reward_table(result, "learnt", 0.1), "inside": inside_table(result),
-             "start": start_table(result)}
+             "start": start_table(result), "long": long_table(longer), "luck": luck_table(result)}
   figures = {"attenuation": attenuation_figure(), "better": reward_figure(result, "better", 0.2),
              "learnt": reward_figure(result, "learnt", 0.1), "mechanism": mechanism_figure(result)}
   (arguments.out / "figures").mkdir(parents=True, exist_ok=True)

@@ -69,13 +69,15 @@ def settings(module: ModuleType, names: Sequence[str], seeds: Sequence[int] = ()
   parts = [_collect(known[name]) for name in names]
   parts = [[{"seed": seed} for seed in seeds]] * bool(seeds) + parts
   if not parts:
-    raise ValueError(f"there is nothing to sweep over: name --sweep (one or more of {', '.join(sorted(known))}) or --seeds")
+    raise ValueError("there is nothing to sweep over: name --sweep (one or more of "
+                     f"{', '.join(sorted(known))}) or --seeds")
   keys = [key for part in parts for key in {key for changes in part for key in changes}]
   twice = sorted({key for key in keys if keys.count(key) > 1})
   if twice:
     raise ValueError(f"{', '.join(twice)} is set twice, by --sweep={','.join(names)}{' and --seeds' * bool(seeds)}; "
                      "leave one of them out")
-  return [dict(itertools.chain.from_iterable(changes.items() for changes in chosen)) for chosen in itertools.product(*parts)]
+  return [dict(itertools.chain.from_iterable(changes.items() for changes in chosen))
+          for chosen in itertools.product(*parts)]
 
 
 def _collect(sweep: Callable) -> list[dict[str, Any]]:
@@ -142,8 +144,10 @@ def plan(
   for point, (name, setting) in zip(points, named(points)):
     config, preset = configure(module, argument, {**given, **point})
     fields = {key: value for key, value in {**given, **point}.items() if key != "preset"}
-    flags_ = (f"--config={file}" + f":{preset}" * bool(preset), *(f"--config.{k}={_text(v)}" for k, v in fields.items()))
-    jobs.append((Job(name, setting, folder / name, flags_, metrics.flatten(json.loads(config.to_json()))), config))
+    flags_ = [f"--config={file}" + f":{preset}" * bool(preset)]
+    flags_ += [f"--config.{key}={_text(value)}" for key, value in fields.items()]
+    stored = metrics.flatten(json.loads(config.to_json()))
+    jobs.append((Job(name, setting, folder / name, tuple(flags_), stored), config))
   return jobs
 
 

@@ -112,7 +112,8 @@ def share_warm_start(job: Job) -> pathlib.Path | None:
   return None
 
 
-def run_all(jobs: Sequence[Job], relay: Relay, *, share: bool = False, train: Sequence[str] = TRAIN) -> dict[str, str]:
+def run_all(
+    jobs: Sequence[Job], relay: Relay, *, share: bool = False, train: Sequence[str] = TRAIN) -> dict[str, str]:
   """Runs what is not finished, in order; returns {name: why it failed}. Stops early once the relay was asked to."""
   failed, taken = {}, []
   waiting = [job for job in jobs if not finished(job)]

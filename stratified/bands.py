@@ -147,7 +147,8 @@ def _area(band: Band, color: int, at_x, at_y) -> str:
   parts = []
   for stretch in stretches + [current]:
     if len(stretch) > 1:
-      edge = [f"{x:.1f},{high:.1f}" for x, _, high in stretch] + [f"{x:.1f},{low:.1f}" for x, low, _ in reversed(stretch)]
+      edge = [f"{x:.1f},{high:.1f}" for x, _, high in stretch]
+      edge += [f"{x:.1f},{low:.1f}" for x, low, _ in reversed(stretch)]
       parts.append(f'<polygon class="band f{color}" points="{" ".join(edge)}"/>')
   return "".join(parts)
 

@@ -118,7 +118,8 @@ def _questions(run: Run, key: str, step: int | None) -> int | None:
   return scores.value(score, "count", name["hops"])
 
 
-def difference(runs: Sequence[Run], reference: Sequence[Run], step: int | None = None, key: str = MAIN) -> Estimate | None:
+def difference(
+    runs: Sequence[Run], reference: Sequence[Run], step: int | None = None, key: str = MAIN) -> Estimate | None:
   """The group's mean minus the reference's: paired by seed where they share seeds, else Welch's interval.
 
   None if either has no finished run.
@@ -203,7 +204,7 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Groups of runs, the one that others are measured against, the step of the end results, and what to know of them."""
+  """Groups of runs, the one that others are measured against, the step of the end results, and notes on the runs."""
 
   groups: Mapping[str, Sequence[Run]]
   reference: str
@@ -228,7 +229,7 @@ def of(arguments: Sequence[str], reference: str | None = None, step: int | None 
   return Comparison(groups, reference, step, notes)
 
 
-def as_json(made: Comparison) -> dict:
+def as_json(made: Comparison) -> dict[str, Any]:
   """Everything that the tables are made of, in full precision."""
   every = [run for runs in made.groups.values() for run in runs]
   keys = differing(every)
@@ -254,8 +255,10 @@ def as_markdown(made: Comparison) -> str:
 def legend(made: Comparison) -> str:
   """What the numbers of the table are, in words."""
   alone = any(sum(bool(end_values(run, made.step)) for run in runs) == 1 for runs in made.groups.values())
-  said = ["Exact match, rewards and shares x 100, at the end of training.", "Brackets: 95 % intervals over seeds (Student's t)"
-          + ("; of a single run, over its questions (Wilson), which says nothing of other seeds." if alone else ".")]
+  lone = "; of a single run, over its questions (Wilson), which says nothing of other seeds"
+  when = "the end of training" if made.step is None else f"step {made.step}"
+  said = [f"Exact match, rewards and shares x 100, at {when}.",
+          f"Brackets: 95 % intervals over seeds (Student's t){lone * alone}."]
   if len(made.groups) > 1:
     said.append("Differences are paired by seed where both groups have it.")
   return " ".join(said)

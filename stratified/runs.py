@@ -148,7 +148,9 @@ def problem(run: Run, step: int | None) -> str | None:
     return f"{run.path} has no config.json that says its number of steps: in the curves only."
   if run.last_step < run.planned:
     return f"{run.path} stands at step {run.last_step} of {run.planned}: in the curves only."
-  return None if run.finished else f"{run.path} is not evaluated at its last step {run.last_step}: in the curves only."
+  if not run.finished:
+    return f"{run.path} is not evaluated at its last step {run.last_step}: in the curves only."
+  return None
 
 
 def is_number(value: Any) -> bool:

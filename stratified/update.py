@@ -174,7 +174,7 @@ def _apply(optimizer, state: TrainState, gradient, finite) -> TrainState:
 
 
 def init_state(mesh, config: decoder.DecoderConfig, params, optimizer, *, with_reference: bool) -> TrainState:
-  """A sharded state at step 0; the reference is a copy of the parameters as they are now."""
+  """A sharded state at step 0; it takes `params` over (the first update may reuse their memory), the reference is a copy."""
   axes = decoder.logical_axes(config)
   with jax.set_mesh(mesh):
     params = {name: jax.device_put(value, sharding.named(mesh, axes[name])) for name, value in params.items()}

@@ -159,16 +159,15 @@ def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment
 
 
 class Cache(NamedTuple):
-  """Keys and values of each layer, [B, G, S, K] apiece: a lane's past is one contiguous block per head."""
+  """Keys [B, G, K, S] and values [B, G, S, K] of each layer: each the second operand of its product as it lies."""
 
   keys: tuple[jax.Array, ...]
   values: tuple[jax.Array, ...]
 
 
 def empty_cache(config: DecoderConfig, lanes: int, length: int) -> Cache:
-  shape = (lanes, config.num_kv_heads, length, config.head_dim)
-  make = lambda: tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
-  return Cache(make(), make())
+  make = lambda *shape: tuple(jnp.zeros((lanes, config.num_kv_heads, *shape), config.dtype) for _ in range(config.num_layers))
+  return Cache(make(config.head_dim, length), make(length, config.head_dim))
 
 
 def unstack(config: DecoderConfig, params: Params) -> Params:
@@ -191,7 +190,7 @@ def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: 
   keys, values = [], []
   for w, key, value in zip(params["layers"], cache.keys, cache.values):
     q, k, v = project(config, w, x, sin, cos)
-    key, value = attention.write(key, k, position_bt, lane_b), attention.write(value, v, position_bt, lane_b)
+    key, value = attention.write(key, value, k, v, position_bt, lane_b)
     past = (key, value) if lane_b is None else (key[lane_b], value[lane_b])
     x = x + finish(w, attention.cached(q, *past, position_bt))
     x = x + mlp(config, w, x)
@@ -217,8 +216,29 @@ def finish(w, mixed_rthk):
 
 def mlp(config: DecoderConfig, w, x):
   y = norm(x, w["mlp_norm"], config.norm_eps)
-  gate = jax.nn.silu(jnp.einsum("rtd,df->rtf", y, w["gate"]))
-  return jnp.einsum("rtf,fd->rtd", gate * jnp.einsum("rtd,df->rtf", y, w["up"]), w["down"], out_sharding=_activation())
+  hidden_rtf = jax.nn.silu(product(y, w["gate"])) * product(y, w["up"])
+  return jnp.einsum("rtf,fd->rtd", hidden_rtf, w["down"], out_sharding=_activation())
+
+
+@jax.custom_vjp
+def product(x_rtd, w_df):
+  """x w, with the weight's gradient written as x^T g.
+
+  What differentiation writes is (g^T x)^T. XLA's CPU backend then computes g, here the whole derivative of the
+  gated unit, a second time into a transposed copy, against the order of memory: an MLP's forward and backward pass
+  takes 1.8 times as long (8 rows of 192 tokens, width 128, MLP width 384).
+  """
+  return jnp.einsum("rtd,df->rtf", x_rtd, w_df)
+
+
+def _product_backward(saved, g_rtf):
+  x_rtd, w_df = saved
+  like = lambda x: None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding
+  return (jnp.einsum("rtf,df->rtd", g_rtf, w_df, out_sharding=like(x_rtd)),
+          jnp.einsum("rtd,rtf->df", x_rtd, g_rtf, out_sharding=like(w_df)))
+
+
+product.defvjp(lambda x_rtd, w_df: (product(x_rtd, w_df), (x_rtd, w_df)), _product_backward)
 
 
 def _activation():
