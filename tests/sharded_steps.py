@@ -59,7 +59,7 @@ def take_step(name, sizes):
   state, stats = step(state, batch)
   abstract = update.abstract_state(mesh, config, chain, with_reference=True)
   same_place = jax.tree.map(lambda x, wanted: x.sharding.is_equivalent_to(wanted.sharding, x.ndim), state, abstract)
-  sampler = JaxSampler(config, SamplerConfig(lanes=2, length=24, temperature=0.0), OneCharacterEach(64, eos_id=-1))
+  sampler = JaxSampler(config, SamplerConfig(lanes=2, length=24), OneCharacterEach(64, eos_id=-1))
   sampler.load(state.params, 1)
   sampled, = sampler.generate([Request((0, 0, 0), (5, 6, 7), 12)])
   arrays = {f"{part}/{key}": value for part, tree in (
