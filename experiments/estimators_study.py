@@ -229,17 +229,18 @@ def _zero(text: str) -> str:
 
 def band(name: str, values_nt) -> bands.Band:
   """Mean and middle 80 % of seeds, at some sixty steps. Ends are all or nothing: a deviation would leave [0, 1]."""
-  x = list(range(0, values_nt.shape[1], max(1, values_nt.shape[1] // 60)))
+  steps = values_nt.shape[1]
+  x = sorted({*range(0, steps, max(1, steps // 60)), steps - 1})
   low, high = np.quantile(values_nt[:, x], [0.1, 0.9], axis=0)
   return bands.Band(name, x, values_nt[:, x].mean(axis=0).tolist(), low.tolist(), high.tolist())
 
 
-def reward_figure(result, name: str, share: float) -> str:
-  """Expected reward by step at equal RMS: a row for each kind of policy, a column for each family."""
+def reward_figure(result, name: str, share: float, steps: int = STEPS) -> str:
+  """Expected reward in the first steps at equal RMS: a row for each kind of policy, a column for each family."""
   plots = []
   for shared, kind in ((False, "separate"), (True, "shared")):
     for family, members in FAMILIES.items():
-      drawn = [band(one, result[one][name, share, shared, True].reward) for one in members if one in result]
+      drawn = [band(one, result[one][name, share, shared, True].reward[:, :steps]) for one in members if one in result]
       plots.append(bands.Plot(f"{family} · {kind}", tuple(drawn)))
   return bands.figure_svg(plots, bands.colors(list(result)), width=310, height=220, columns=3, standalone=True)
 
@@ -278,7 +279,7 @@ def main() -> None:
   tables |= {"better": reward_table(result, "better", 0.2), "speed": speed_table(result),
              "learnt": reward_table(result, "learnt", 0.1), "inside": inside_table(result),
              "start": start_table(result), "long": long_table(longer), "luck": luck_table(result)}
-  figures = {"attenuation": attenuation_figure(), "better": reward_figure(result, "better", 0.2),
+  figures = {"attenuation": attenuation_figure(), "better": reward_figure(result, "better", 0.2, 240),
              "learnt": reward_figure(result, "learnt", 0.1), "mechanism": mechanism_figure(result)}
   (arguments.out / "figures").mkdir(parents=True, exist_ok=True)
   for name, figure in figures.items():
