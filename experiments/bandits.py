@@ -1,9 +1,9 @@
-"""Three bandits of two strategies each, and policies that learn them by policy gradient with the library's estimators.
+"""Three bandits of two strategies each, learnt by policy gradient with the library's estimators.
 
-A strategy is a stratum: the policy first chooses a strategy, then an act inside it; acts pay 0 or 1. With separate
-parameters the choice and the acts have logits of their own (a hierarchical softmax); with shared ones there is one
-logit for each (strategy, act) pair and the choice is what they add up to (a flat softmax). Both start from the
-same probabilities.
+A strategy is a stratum: the policy first chooses a strategy, then an act inside it; acts pay 0 or 1. With
+separate parameters the choice and the acts have logits of their own (a hierarchical softmax); with shared ones
+there is one logit for each (strategy, act) pair and the choice is what they add up to (a flat softmax). Both
+start from the same probabilities.
 """
 
 import functools
@@ -22,7 +22,7 @@ LEARNING_RATE = 1.0
 
 
 class Bandit(NamedTuple):
-  """Probabilities at the start, of the strategies [S] and of the acts inside each [S, A]; success rates [S, A].
+  """Probabilities at the start, of strategies [S] and of the acts inside each [S, A]; success rates [S, A].
 
   drawn  the strategy is drawn for the policy, always from choice_s: nobody's choice
   """
@@ -74,7 +74,7 @@ def luck() -> Bandit:
 
 
 def log_policy(params, shared, drawn=False):
-  """log p(strategy, act), [S, A], of params = (choice logits [S], act logits [S, A]); `drawn` has shared False."""
+  """log p(strategy, act), [S, A]; params = (choice logits [S], act logits [S, A]). `drawn` bars `shared`."""
   choice_s, act_sa = params
   choice_s = jnp.where(drawn, jax.lax.stop_gradient(choice_s), choice_s)
   # One logit for each pair is the case in which a strategy's logit is its acts' log-sum-exp.

@@ -2,9 +2,9 @@
 
     python experiments/estimators_study.py [--out DIR] [--seeds N]
 
-Writes ESTIMATORS.md and figures/*.svg into --out, the folder of this file by default. The page's words stand in
-ESTIMATORS.md itself; each table there, between `<!-- made: NAME -->` and `<!-- end -->`, is replaced by the one that
-this command computes. Seeds are fixed: the same command gives the same page.
+Writes ESTIMATORS.md and figures/*.svg into --out, the folder of this file by default. The page's words stand
+in ESTIMATORS.md itself; each table there, between `<!-- made: NAME -->` and `<!-- end -->`, is replaced by the
+one that this command computes. Seeds are fixed: the same command gives the same page.
 """
 
 import argparse
@@ -52,14 +52,19 @@ def with_error(values, digits: int = 3, scale: float = 1.0) -> str:
   return f"{values.mean():.{digits}f} ± {values.std(ddof=1) / math.sqrt(values.size):.{digits}f}"
 
 
+def with_spread(values) -> str:
+  """Mean +- standard deviation."""
+  return f"{values.mean():.2f} ± {values.std(ddof=1):.2f}"
+
+
 def simulated_shares(p_s, q_s, groups: int = GROUPS):
   """By group: the shares of zero advantages of SAN and of GN, and of singletons, [groups] each."""
   rng = np.random.default_rng(0)
   stratum_qk = rng.choice(len(p_s), (groups, SAMPLES), p=p_s).astype(np.int32)
   reward_qk = (rng.random((groups, SAMPLES)) < np.array(q_s)[stratum_qk]).astype(np.float32)
   ones_qk = np.ones_like(reward_qk)
-  zero = [np.mean(np.asarray(advantages.make(name, num_strata=len(p_s))(reward_qk, stratum_qk, ones_qk, 0)) == 0, 1)
-          for name in ("san", "gn")]
+  estimate = lambda name: advantages.make(name, num_strata=len(p_s))(reward_qk, stratum_qk, ones_qk, 0)
+  zero = [np.mean(np.asarray(estimate(name)) == 0, axis=1) for name in ("san", "gn")]
   alone_qk = (stratum_qk[:, :, None] == stratum_qk[:, None, :]).sum(axis=2) == 1
   return *zero, alone_qk.mean(axis=1)
 
@@ -67,9 +72,10 @@ def simulated_shares(p_s, q_s, groups: int = GROUPS):
 def share_table(groups: int = GROUPS) -> str:
   rows = []
   for title, (p_s, q_s) in SHARES.items():
-    exact = [theory.expected_zero_share("san", p_s, q_s, SAMPLES), theory.expected_zero_share("gn", p_s, q_s, SAMPLES),
+    exact = [*(theory.expected_zero_share(name, p_s, q_s, SAMPLES) for name in ("san", "gn")),
              theory.expected_singleton_share(p_s, SAMPLES)]
-    cells = [f"{one:.3f} ({with_error(seen, 4)})" for one, seen in zip(exact, simulated_shares(p_s, q_s, groups))]
+    simulated = simulated_shares(p_s, q_s, groups)
+    cells = [f"{one:.3f} ({with_error(seen, 4)})" for one, seen in zip(exact, simulated)]
     rows.append([title, *cells])
   return markdown(["setting", "zero advantage, SAN", "zero advantage, GN", "singletons"], rows)
 
@@ -118,11 +124,13 @@ def attenuation_figure() -> str:
 
 
 def settings() -> dict[tuple, bandits.Setting]:
-  """(bandit, starting share, shared, matched) -> setting: each bandit in four ways, and rarer or commoner strategies."""
+  """(bandit, starting share, shared, matched) -> setting; B also with other starting shares."""
   makers = {"better": (bandits.better(), 0.2), "learnt": (bandits.learnt(), 0.1)}
   four = {(name, share, shared, matched): bandits.Setting(bandit, shared, matched)
-          for name, (bandit, share) in makers.items() for shared in (False, True) for matched in (False, True)}
-  drawn = {("luck", 0.5, False, matched): bandits.Setting(bandits.luck(), False, matched) for matched in (False, True)}
+          for name, (bandit, share) in makers.items()
+          for shared in (False, True) for matched in (False, True)}
+  drawn = {("luck", 0.5, False, matched): bandits.Setting(bandits.luck(), False, matched)
+           for matched in (False, True)}
   return four | drawn | {("learnt", share, False, True): bandits.Setting(bandits.learnt(share), False, True)
                  for share in START_SHARES}
 
@@ -136,7 +144,8 @@ def train(made: dict[tuple, bandits.Setting], seeds: int, steps: int, names=None
     curves = jax.tree.map(np.asarray, bandits.train_all(estimator, stacked, keys, steps))
     result[name] = {key: bandits.Curves(*(x[at] for x in curves)) for at, key in enumerate(made)}
     left = (time.perf_counter() - began) * (len(chosen) - i) / i
-    print(f"trained {i} of {len(chosen)} estimators for {steps} steps: {name}; about {left:.0f} s left", flush=True)
+    print(f"trained {i} of {len(chosen)} estimators for {steps} steps: {name}; about {left:.0f} s left",
+          flush=True)
   return result
 
 
@@ -188,28 +197,28 @@ def luck_table(result) -> str:
 
 
 def inside_table(result) -> str:
-  """Where bandit B ends at equal RMS: seeds that moved to the strategy, its probability, success rate inside."""
+  """Where bandit B ends at equal RMS: seeds that moved to the strategy, its probability, success inside."""
   rows = []
   for estimator, curves in result.items():
     row = [estimator]
     for shared in (False, True):
       found = curves["learnt", 0.1, shared, True]
       share, success = found.share[:, -1], found.success[:, -1]
-      row += [f"{np.mean(share > 0.5):.0%}", *(f"{x.mean():.2f} ± {x.std(ddof=1):.2f}" for x in (share, success))]
+      row += [f"{np.mean(share > 0.5):.0%}", with_spread(share), with_spread(success)]
     rows.append(row)
   head = ["seeds on it", "its probability", "success inside"]
-  return markdown(["estimator", *(f"{what}, {kind}" for kind in ("separate", "shared") for what in head)], rows)
+  head = [f"{what}, {kind}" for kind in ("separate", "shared") for what in head]
+  return markdown(["estimator", *head], rows)
 
 
 def start_table(result) -> str:
-  rows = [[estimator] + [f"{x.mean():.2f} ± {x.std(ddof=1):.2f}"
-                         for x in (curves["learnt", share, False, True].reward[:, -1] for share in START_SHARES)]
-          for estimator, curves in result.items()]
+  rows = [[estimator, *(with_spread(curves["learnt", share, False, True].reward[:, -1])
+                        for share in START_SHARES)] for estimator, curves in result.items()]
   return markdown(["estimator", *(f"start {share:g}" for share in START_SHARES)], rows)
 
 
 def push_table(groups: int = GROUPS) -> str:
-  """What each estimator pushes at the very start, in hundredths; its own size and the size of its advantages."""
+  """What each estimator pushes at the very start, in hundredths, and the size of its advantages."""
   a, b = (bandits.Setting(bandit, False, False) for bandit in (bandits.better(), bandits.learnt()))
   rows = []
   for name, estimator in bandits.estimators(STEPS).items():
@@ -228,7 +237,7 @@ def _zero(text: str) -> str:
 
 
 def band(name: str, values_nt) -> bands.Band:
-  """Mean and middle 80 % of seeds, at some sixty steps. Ends are all or nothing: a deviation would leave [0, 1]."""
+  """Mean and middle 80 % of seeds, at some sixty steps: a standard deviation would leave [0, 1]."""
   steps = values_nt.shape[1]
   x = sorted({*range(0, steps, max(1, steps // 60)), steps - 1})
   low, high = np.quantile(values_nt[:, x], [0.1, 0.9], axis=0)
@@ -236,13 +245,15 @@ def band(name: str, values_nt) -> bands.Band:
 
 
 def reward_figure(result, name: str, share: float, steps: int = STEPS) -> str:
-  """Expected reward in the first steps at equal RMS: a row for each kind of policy, a column for each family."""
+  """Expected reward in the first steps at equal RMS: a row for each kind of policy, a column a family."""
   plots = []
   for shared, kind in ((False, "separate"), (True, "shared")):
     for family, members in FAMILIES.items():
-      drawn = [band(one, result[one][name, share, shared, True].reward[:, :steps]) for one in members if one in result]
+      drawn = [band(one, result[one][name, share, shared, True].reward[:, :steps])
+               for one in members if one in result]
       plots.append(bands.Plot(f"{family} · {kind}", tuple(drawn)))
-  return bands.figure_svg(plots, bands.colors(list(result)), width=310, height=220, columns=3, standalone=True)
+  return bands.figure_svg(plots, bands.colors(list(result)), width=310, height=220, columns=3,
+                          standalone=True)
 
 
 def mechanism_figure(result) -> str:
@@ -268,7 +279,7 @@ def fill(page: str, tables: dict[str, str]) -> str:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--out", type=pathlib.Path, default=HERE, help="folder of ESTIMATORS.md and figures/")
-  parser.add_argument("--seeds", type=int, default=24, help="independent trainings of each estimator, 2 or more")
+  parser.add_argument("--seeds", type=int, default=24, help="trainings of each estimator, 2 or more")
   arguments = parser.parse_args()
   if arguments.seeds < 2:
     parser.error(f"--seeds is {arguments.seeds}; a spread needs 2 or more")

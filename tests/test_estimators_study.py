@@ -96,8 +96,8 @@ def test_simulations_agree_with_the_closed_forms():
 
 
 def test_tables_have_a_row_for_each_estimator_and_figures_are_xml(trained):
-  tables = [study.reward_table(trained, "better", 0.2), study.inside_table(trained), study.speed_table(trained),
-            study.start_table(trained), study.luck_table(trained)]
+  tables = [study.reward_table(trained, "better", 0.2), study.inside_table(trained),
+            study.speed_table(trained), study.start_table(trained), study.luck_table(trained)]
   for table in tables:
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(trained)
     assert len({line.count("|") for line in table.splitlines()}) == 1 and "nan" not in table
