@@ -26,7 +26,7 @@ def short_run(workdir, steps: int, warm_start: int) -> None:
 
 
 def counted(rows) -> list[dict]:
-  """The rows of training steps that neither compiled nor follow an evaluation; where a run was resumed it compiled."""
+  """The rows of training steps but the first, and those right after an evaluation."""
   evaluated = {row["step"] for row in rows if "eval/exact_match" in row}
   steps = [row for row in rows if "time/step_s" in row]
   return [row for row in steps[1:] if row["step"] - 1 not in evaluated]

@@ -38,6 +38,8 @@ def use_cores(count: int) -> None:
   if not 1 <= count <= len(here):
     raise ValueError(f"--cores={count} must lie between 1 and {len(here)}, the cores this process may use")
   os.sched_setaffinity(0, here[:count])
+  if (load := os.getloadavg()[0]) > 0.5 * count:
+    print(f"note: the machine's load is {load:.1f} already; figures are right only where nothing else runs")
   import torch  # not needed to train, hence no import of this module
 
   torch.set_num_threads(count)

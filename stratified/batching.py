@@ -51,8 +51,8 @@ def collate(groups: Sequence[Sequence[Trajectory]], *, packing: Packing, rewards
             strata: Sequence[Sequence[int]], num_strata: int) -> Batch:
   """A Batch of NumPy arrays. `groups`, `rewards`, `strata` are [Q][K], every group of the same size K.
 
-  A rollout with a fault takes no tokens and is masked in every statistic. Raises on a ragged group or a stratum id
-  outside [0, num_strata).
+  A rollout with a fault takes no tokens and is masked in every statistic. Raises on a ragged group, a stratum id
+  outside [0, num_strata) or a reward that is not finite.
   """
   k = len(groups[0])
   if any(len(group) != k for group in groups):
@@ -64,13 +64,18 @@ def collate(groups: Sequence[Sequence[Trajectory]], *, packing: Packing, rewards
                      "cap the partition function or raise its number of strata")
   flat = [trajectory for group in groups for trajectory in group]
   valid = [i for i, trajectory in enumerate(flat) if trajectory.fault is None]
+  reward = np.asarray(rewards, np.float32)
+  broken = [i for i in valid if not np.isfinite(reward[i // k, i % k])]
+  if broken:
+    raise ValueError(f"rollout {broken[0] % k} of question {flat[broken[0]].question.id!r} has the reward "
+                     f"{reward[broken[0] // k, broken[0] % k]}: a reward function must return a finite number")
   encoded = {i: _encode(flat[i]) for i in valid}
   bins = first_fit([len(encoded[i][0]) for i in valid], packing.length)
   arrays = _fill([[(valid[j], encoded[valid[j]]) for j in items] for items in bins], packing)
   return Batch(
       *arrays, num_micro=np.int32(max(1, -(-len(bins) // packing.rows))),
       length_qk=np.asarray([t.num_policy_tokens for t in flat], np.float32).reshape(len(groups), k),
-      reward_qk=np.asarray(rewards, np.float32), stratum_qk=stratum,
+      reward_qk=reward, stratum_qk=stratum,
       valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(len(groups), k))
 
 

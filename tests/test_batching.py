@@ -100,6 +100,10 @@ def test_a_lost_rollout_takes_no_tokens_and_a_wholly_lost_step_is_one_empty_micr
   np.testing.assert_array_equal(batch.valid_qk, np.zeros((2, 2)))
 
 
+def test_the_reward_of_a_lost_rollout_may_be_anything():
+  assert np.isinf(collate(rewards=((1, 0), (np.inf, 0))).reward_qk[1, 0])
+
+
 def test_padding_share_counts_only_the_micro_batches_that_run():
   batch = collate()
   assert batching.padding_share(batch) == pytest.approx(2 / 16)
@@ -128,6 +132,7 @@ def test_the_context_counts_its_weight_except_each_rollouts_first_token():
     (dict(groups=[GROUPS[0], GROUPS[1][:1]]), r"groups of \[1, 2\] rollouts.*same number.*fault"),
     (dict(strata=((0, 1), (2, 3))), r"from 0 to 3, outside \[0, 3\).*cap the partition"),
     (dict(strata=((0, -1), (2, 1))), r"from -1 to 2, outside \[0, 3\)"),
+    (dict(rewards=((1, float("nan")), (0, 1))), r"rollout 1 of question 'q' has the reward nan.*finite number"),
     (dict(packing=batching.Packing(length=6, rows=2, micro=2)), r"a rollout of 7 tokens.*row of 6.*rollout\.max_tokens"),
     (dict(packing=batching.Packing(length=8, rows=1, micro=1)), r"2 rows are needed, 1 are planned"),
 ])
