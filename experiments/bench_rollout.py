@@ -19,7 +19,10 @@ from stratified.rollout.jax_sampler import JaxSampler, SamplerConfig
 from stratified.rollout.sampler import Request
 
 # Defaults that follow the presets: lanes and lengths of `tiny`, of `smollm2`.
-SHAPES = {"tiny": dict(questions=8, samples=8, prompt=64, new=128), "other": dict(questions=2, samples=4, prompt=256, new=64)}
+SHAPES = {
+    "tiny": dict(questions=8, samples=8, prompt=64, new=128),
+    "other": dict(questions=2, samples=4, prompt=256, new=64),
+}
 
 
 class NoText:
@@ -33,13 +36,14 @@ class NoText:
 
 def ours(model, params, a, prompts):
   """new tokens -> the sampler's completions, each rollout with its question's prompt."""
-  sampler = JaxSampler(model, SamplerConfig(lanes=a.questions * a.samples, length=a.length, block=a.block, rows=a.rows),
-                       NoText())
+  lanes = SamplerConfig(lanes=a.questions * a.samples, length=a.length, block=a.block, rows=a.rows)
+  sampler = JaxSampler(model, lanes, NoText())
 
   def run(new):
     sampler.load(params, 0)
     return sampler.generate([
-        Request((0, q, k), tuple(prompt), new, last=True) for q, prompt in enumerate(prompts) for k in range(a.samples)])
+        Request((0, q, k), tuple(prompt), new, last=True)
+        for q, prompt in enumerate(prompts) for k in range(a.samples)])
 
   return run
 
@@ -84,8 +88,8 @@ def measure(a) -> list[dict]:
   prompts = np.random.default_rng(0).integers(0, model.vocab_size, (a.questions, a.prompt)).tolist()
   run = {"stratified": ours(model, params, a, prompts), "transformers": theirs(reference, a, prompts)}
   gap = largest_gap(reference, prompts, run["stratified"](a.new)[::a.samples])
-  print(f"{a.model}: {side_by_side.count(params) / 1e6:.2f}M parameters, {a.questions} questions x {a.samples} samples, prompt {a.prompt}, "
-        f"{a.new} new tokens, {a.cores} cores; log-probs of the two differ by at most {gap:.1e}")
+  print(f"{a.model}: {side_by_side.count(params) / 1e6:.2f}M parameters, {a.questions} questions x {a.samples} samples, "
+        f"prompt {a.prompt}, {a.new} new tokens, {a.cores} cores; log-probs of the two differ by at most {gap:.1e}")
   if gap > 1e-3:
     raise RuntimeError(f"the two models' log-probs differ by {gap:.2e}, more than 1e-3: they are not the same policy")
   sides = {(name, new): (lambda f=f, new=new: f(new)) for new in (a.new, a.block) for name, f in run.items()}
@@ -93,16 +97,18 @@ def measure(a) -> list[dict]:
   lanes, rows = a.questions * a.samples, []
   for name in run:
     whole, short = times[name, a.new], times[name, a.block]
-    rows.append(dict(name=name, model=a.model, cores_busy=whole.cores, wall_s=whole.wall, processor_s=whole.processor,
-                     rollout=lanes * a.new / whole.median, decode=lanes * (a.new - a.block) / (whole.median - short.median)))
+    rows.append(dict(
+        name=name, model=a.model, cores_busy=whole.cores, wall_s=whole.wall, processor_s=whole.processor,
+        rollout=lanes * a.new / whole.median, decode=lanes * (a.new - a.block) / (whole.median - short.median)))
   return rows
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--model", default="tiny", help="tiny, or a Hugging Face directory")
-  for name, what in (("questions", "questions"), ("samples", "rollouts of each"), ("prompt", "tokens of a prompt"),
-                     ("new", "tokens sampled by each rollout"), ("length", "tokens a lane holds; prompt + new if not given")):
+  for name, what in (
+      ("questions", "questions"), ("samples", "rollouts of each"), ("prompt", "tokens of a prompt"),
+      ("new", "tokens sampled by each rollout"), ("length", "tokens a lane holds; prompt + new if not given")):
     parser.add_argument(f"--{name}", type=int, help=what)
   parser.add_argument("--block", type=int, default=16, help="tokens the sampler decodes between two looks")
   parser.add_argument("--rows", type=int, default=8, help="prompts of one prefill call")

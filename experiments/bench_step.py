@@ -20,7 +20,8 @@ PARTS = {"rollout": "time/rollout_s", "retrieval": "time/search_s", "update": "t
 
 def short_run(workdir, steps: int, warm_start: int) -> None:
   """Trains `tiny` into `workdir` with a shortened warm start; what it prints goes to standard error."""
-  changes = {"num_steps": steps, "warm_start.num_steps": warm_start, "eval.questions": 8, "eval.forced": False, "eval.every": 0}
+  changes = {"num_steps": steps, "warm_start.num_steps": warm_start, "eval.questions": 8, "eval.forced": False,
+             "eval.every": 0}
   subprocess.run([sys.executable, "experiments/train.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}",
                   *(f"--config.{name}={value}" for name, value in changes.items())], check=True, stdout=sys.stderr)
 
@@ -43,8 +44,10 @@ def summarize(workdir) -> dict:
   if not rows:
     raise ValueError(f"{workdir}/metrics.jsonl holds no training step to measure; at least 2 in a row are needed")
   mean = lambda key: sum(row[key] for row in rows) / len(rows)
-  return dict(steps=len(rows), step_s=mean("time/step_s"), shares=shares(rows), padding=mean("update/padding_share"),
-              rollout_tokens_per_second=mean("rollout/tokens_per_second"), update_tokens_per_second=mean("update/tokens_per_second"))
+  return dict(
+      steps=len(rows), step_s=mean("time/step_s"), shares=shares(rows), padding=mean("update/padding_share"),
+      rollout_tokens_per_second=mean("rollout/tokens_per_second"),
+      update_tokens_per_second=mean("update/tokens_per_second"))
 
 
 def main():
@@ -63,8 +66,9 @@ def main():
   print(f"{found['steps']} steps of {found['step_s']:.2f} s")
   for name, share in found["shares"].items():
     print(f"  {name:16} {share:6.1%}")
-  print(f"padding {found['padding']:.1%} of the update's positions; {found['rollout_tokens_per_second']:,.0f} tokens a second "
-        f"sampled during rollouts, {found['update_tokens_per_second']:,.0f} in the update")
+  print(f"padding {found['padding']:.1%} of the update's positions; tokens a second: "
+        f"{found['rollout_tokens_per_second']:,.0f} sampled during rollouts, "
+        f"{found['update_tokens_per_second']:,.0f} in the update")
   if a.json:
     with open(a.json, "w", encoding="utf-8") as file:
       json.dump(found, file, indent=1)

@@ -73,7 +73,8 @@ class Ours:
     mesh, optimizer = build.mesh_of(config), optimizers.make(learning_rate=LEARNING_RATE)
     packing = batching.Packing.for_rollouts(len(rollouts), length=a.length, rows=a.rows)
     zeros = np.zeros((len(rollouts), 1), np.int32)
-    batch = batching.collate([[trajectory(*r)] for r in rollouts], packing=packing, rewards=zeros, strata=zeros, num_strata=1)
+    batch = batching.collate([[trajectory(*r)] for r in rollouts], packing=packing, rewards=zeros, strata=zeros,
+                             num_strata=1)
     self.padding, self._batch = batching.padding_share(batch), batching.place(mesh, batch)
     self._state = update.init_state(mesh, model, jax.tree.map(jax.numpy.copy, params), optimizer, with_reference=False)
     self._step = update.make_update(mesh, model, optimizer, token_loss=update.supervised, chunk=a.chunk or None)
@@ -152,16 +153,17 @@ def compare(case, config, model, params, reference, rollouts, a) -> dict:
   for step, tolerance in enumerate((1e-4, 1e-3), 1):
     loss, other = (side() for side in sides.values())
     if not abs(loss - other) <= tolerance * max(1.0, abs(other)):
-      raise RuntimeError(f"{case}: losses {loss} and {other} of step {step} differ by more than {tolerance}: not the same update")
+      raise RuntimeError(f"{case}: losses {loss} and {other} of step {step} differ by more than {tolerance}: "
+                         "not the same update")
   times = side_by_side.in_turns(sides, a.repeats)
   tokens = sum(len(token) for token, _ in rollouts)
-  with_weights = {name: dict(
+  measured = {name: dict(
       tokens_per_second=tokens / times[name].median, padding=side.padding, cores_busy=times[name].cores,
       wall_s=times[name].wall, processor_s=times[name].processor) for name, side in sides.items()}
   for name, value in weights.items():
     reference.state_dict()[name].copy_(value)
   return dict(case=case, tokens=tokens, rollouts=len(rollouts), loss=loss, mini_batch=size, adamw=next(iter(options)),
-              sides=with_weights)
+              sides=measured)
 
 
 def main():
@@ -190,13 +192,15 @@ def main():
   full = full_rows(a.full_rows or 6 * a.rows, a.length, model.vocab_size)
   print(f"{a.model}: {side_by_side.count(params) / 1e6:.2f}M parameters, {a.cores} cores; real lengths: mean "
         f"{np.mean([len(t) for t, _ in real]):.0f}, longest {max(len(t) for t, _ in real)}")
-  print("case     tokens     stratified        PyTorch    ratio   padding        cores busy    PyTorch's mini-batch, AdamW")
+  print("case     tokens     stratified        PyTorch    ratio   padding        cores busy    "
+        "PyTorch's mini-batch, AdamW")
   rows = []
   for case in a.cases:
     rows.append(row := compare(case, config, model, params, reference, full if case == "full" else real, a))
     mine, other = row["sides"].values()
-    print(f"{case:7} {row['tokens']:7,} {mine['tokens_per_second']:10,.0f} tok/s {other['tokens_per_second']:8,.0f} tok/s"
-          f" {mine['tokens_per_second'] / other['tokens_per_second']:6.2f}x  {mine['padding']:5.1%} {other['padding']:5.1%}"
+    ratio = mine["tokens_per_second"] / other["tokens_per_second"]
+    print(f"{case:7} {row['tokens']:7,} {mine['tokens_per_second']:10,.0f} tok/s "
+          f"{other['tokens_per_second']:8,.0f} tok/s {ratio:6.2f}x  {mine['padding']:5.1%} {other['padding']:5.1%}"
           f"    {mine['cores_busy']:.2f}  {other['cores_busy']:.2f}    {row['mini_batch']}, {row['adamw']}", flush=True)
   if a.json:
     with open(a.json, "w", encoding="utf-8") as file:

@@ -8,11 +8,11 @@ import statistics
 import tempfile
 import time
 
-from experiments import build, phases
-from configs import search_r1
-from stratified.policy import decoder, hugging_face
-
 import jax
+
+from configs import search_r1
+from experiments import build, phases
+from stratified.policy import hugging_face
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,12 @@ def load(config):
 
   model = build.model_config(config)
   params = build.initial_params(config, model, build.mesh_of(config))
-  params = jax.device_put(params, jax.local_devices()[0])
+  # A Device in place of the sharding would leave the mesh in the type of the arrays (jax 0.10).
+  params = jax.device_put(params, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
   with tempfile.TemporaryDirectory() as directory:
     hugging_face.save(directory, model, params)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32", attn_implementation="sdpa")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype="float32", attn_implementation="sdpa")
   return model, params, reference
 
 
@@ -72,7 +74,7 @@ def count(params) -> int:
 
 
 def in_turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, Times]:
-  """Runs each side once to warm up, then all of them `repeats` times in turn, so that a disturbance meets all alike."""
+  """Runs each side once to warm up, then all `repeats` times in turn, so that a disturbance meets all alike."""
   taken = {name: ([], []) for name in sides}
   for repeat in range(repeats + 1):
     for name, run in sides.items():

@@ -285,10 +285,12 @@ def test_lengths_from_one_token_to_a_full_lane():
     np.testing.assert_allclose(completion.log_probs, of_new(tokens, completion)[1], atol=1e-4)
 
 
-def test_parameters_that_are_not_finite_are_a_fault_not_a_sample():
-  broken = PARAMS | {"final_norm": np.full_like(PARAMS["final_norm"], np.nan)}
-  completion, = sampler_of(params=broken).generate([request()])
-  assert completion.finish == "fault" and "not finite" in completion.fault
+def test_parameters_that_are_not_finite_are_a_fault_and_leave_no_trace_for_the_next():
+  made = sampler_of(params=PARAMS | {"attention_norm": np.full_like(PARAMS["attention_norm"], np.nan)})
+  for completion in made.generate([request(k) for k in range(5)]):
+    assert completion.finish == "fault" and "not finite" in completion.fault
+  made.load(PARAMS, 1)
+  assert made.generate([request(k) for k in range(5)]) == sampler_of().generate([request(k) for k in range(5)])
 
 
 # --- What is refused ---

@@ -138,8 +138,7 @@ class JaxSampler:
     self._share(shared)
 
   def _lane_for(self, request: Request) -> int | None:
-    """The rollout's own lane, else a free one, else that of the rollout that has waited longest for its next turn,
-    unless that one's own lane holds the same prompt's prefill for a sample of the same question."""
+    """The rollout's own lane, else a free one, else that of the rollout that has waited longest for its next turn."""
     if request.key in self._by_key:
       return self._by_key[request.key]
     free = [i for i, lane in enumerate(self._lanes) if lane is None]
@@ -218,6 +217,9 @@ class JaxSampler:
       del self._by_key[lane.key]
       self._lanes[index] = None
     if not np.all(np.isfinite(lane.log_probs)):
+      # Attention weighs what it may not see with 0, and 0 x NaN is NaN: the lane's next rollout needs it clean.
+      self._cache = jax.tree.map(lambda x: x.at[index].set(0), self._cache)
+      lane.cached.clear()
       return Completion(lane.key, tuple(lane.tokens), tuple(lane.log_probs), "fault",
                         fault="the sampler's log-probs are not finite: the parameters have diverged")
     return Completion(lane.key, tuple(lane.tokens), tuple(lane.log_probs), finish)
