@@ -2,7 +2,7 @@
 
     python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny
 
-Presets, after the colon: `tiny` (none means this; two CPU cores, ten minutes), `smollm2` (real weights, real
+Presets, after the colon: `tiny` (none means this; two CPU cores, a quarter of an hour), `smollm2` (real weights, real
 questions), `base` and `instruct` (Qwen2.5-3B as in the paper). Any field can be given on the command line:
 `--config.advantage.alpha=0.4`.
 """

@@ -21,7 +21,8 @@ from stratified.checkpoint import Checkpointer
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The preset, where the workdir holds no run.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-_QUESTIONS = flags.DEFINE_integer("questions", 0, "Held-out questions of each set; 0 is the config's eval.questions.")
+_QUESTIONS = flags.DEFINE_integer("questions", 0, "Held-out questions of each set; 0 is the config's eval.questions.",
+                                lower_bound=0)
 _FORCED = flags.DEFINE_integer("forced", None, "Make every rollout search exactly this often.")
 
 
@@ -52,15 +53,17 @@ def main(_) -> None:
   try:
     build.check(config)
     limits = build.limits(config, forced_searches=_FORCED.value)
-  except (ValueError, FileNotFoundError) as error:
+    world, count = build.world(config), _QUESTIONS.value or config.eval.questions
+    world.held_out(count)
+  except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   phases.enable_compilation_cache()
-  model, mesh, world = build.model_config(config), build.mesh_of(config), build.world(config)
+  model, mesh = build.model_config(config), build.mesh_of(config)
   step, params = restore(config, workdir, mesh, model) if stored.exists() else (0, None)
   if params is None:
     params = build.initial_params(config, model, mesh)
   scores = phases.evaluate(config, params, world, build.sampler(config, model, world.tokenizer, greedy=True),
-                           count=_QUESTIONS.value or config.eval.questions, forced=limits.forced_searches)
+                           count=count, forced=limits.forced_searches)
   print(table(scores, f"{workdir.name}, step {step}"))
   key = {"step": step, "sets": scores} if _FORCED.value is None else {f"forced_{_FORCED.value}": {"step": step, "sets": scores}}
   workdir.mkdir(parents=True, exist_ok=True)

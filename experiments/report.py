@@ -4,6 +4,8 @@
     python experiments/report.py --workdir=/tmp/run --picture=docs/run.svg
 """
 
+import sys
+
 from absl import app, flags
 
 from stratified import metrics, report
@@ -22,7 +24,7 @@ def main(argv):
     else:
       print(report.write(_WORKDIR.value))
   except FileNotFoundError as error:
-    raise app.UsageError(str(error)) from error
+    sys.exit(f"{error}")
 
 
 if __name__ == "__main__":

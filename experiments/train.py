@@ -28,10 +28,9 @@ WARM_START_EVERY = 200  # steps between the warm start's own checkpoints
 MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
 
 
-def train(config, workdir: pathlib.Path) -> None:
+def train(config, workdir: pathlib.Path, world: build.World) -> None:
   ###  The parts  ###
-  stop = phases.Stop()
-  mesh, world = build.mesh_of(config), build.world(config)
+  stop, mesh = phases.Stop(), build.mesh_of(config)
   model, assign = build.model_config(config), build.partition(config)
   optimizer = build.optimizer(config)
   learn = build.reinforcement_update(config, mesh, model, optimizer, assign.num_strata)
@@ -40,7 +39,10 @@ def train(config, workdir: pathlib.Path) -> None:
   with (Checkpointer(workdir, config.checkpoint.every) as checkpointer,
         Checkpointer(workdir / "warm_start", WARM_START_EVERY) as warm_checkpointer):
     ###  Where the run stands: at a checkpoint, or at the start  ###
-    restored = checkpointer.restore_latest(update.abstract_state(mesh, model, optimizer, with_reference=True))
+    try:
+      restored = checkpointer.restore_latest(update.abstract_state(mesh, model, optimizer, with_reference=True))
+    except ValueError as error:  # it names what is damaged or differs, and the way out
+      sys.exit(f"{error}")
     with metrics.Writer(workdir, resume_step=restored[1] if restored else None,
                         warm_start_step=warm_checkpointer.latest_step or 0) as writer:
       if restored:
@@ -88,7 +90,7 @@ def train(config, workdir: pathlib.Path) -> None:
               "time/step_s": time.perf_counter() - clock}
           clock = time.perf_counter()
           writer.write(row)
-          if step % config.logging.trajectories_every == 0:
+          if config.logging.trajectories_every and step % config.logging.trajectories_every == 0:
             writer.write_trajectories(step, build.records(world, groups, reward, strata, advantage))
           last = step == config.num_steps
           if last or config.eval.every and step % config.eval.every == 0:
@@ -112,13 +114,20 @@ def train(config, workdir: pathlib.Path) -> None:
 def main(_) -> None:
   config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
   try:
-    ###  Before any work: everything that can be refused  ###
+    ###  Before any work, and before the workdir belongs to this config: everything that can be refused  ###
     build.check(config)
-    check_config(workdir, json.loads(config.to_json()))
-  except (ValueError, FileNotFoundError) as error:
+    world = build.world(config)
+    world.held_out(config.eval.questions)
+  except (ValueError, OSError) as error:
     sys.exit(f"{error}")
+  try:
+    check_config(workdir, json.loads(config.to_json()))
+  except ValueError as error:
+    sys.exit(f"{error}")
+  except OSError as error:
+    sys.exit(f"--workdir={workdir} can't be used as a folder to write to: {error}")
   phases.enable_compilation_cache()
-  train(config, workdir)
+  train(config, workdir, world)
 
 
 if __name__ == "__main__":

@@ -203,6 +203,13 @@ def test_the_smallest_run_itself_is_accepted():
     ({"rollout.max_staleness": 1}, r"max_staleness .*must be 0"),
     ({"packing.row_length": 90}, r"packing\.row_length=90 must be at least rollout\.max_tokens=128"),
     ({"optimizer.learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
+    ({"loss.clip_ratio": float("nan")}, r"loss\.clip_ratio=nan must be at least 0, and finite"),
+    ({"sampler.lanes": 0}, r"sampler\.lanes=0 must be at least 1"),
+    ({"rollout.top_p": 1.5}, r"rollout\.top_p=1\.5 must be above 0 and at most 1"),
+    ({"policy.num_heads": 0}, r"policy\.num_heads=0 must be at least 1"),
+    ({"policy.width": 33}, r"policy\.width=33 must be an even multiple of policy\.num_heads=2"),
+    ({"policy.dtype": "half"}, r"policy\.dtype='half' is unknown"),
+    ({"logging.trajectories_every": -1}, r"logging\.trajectories_every=-1 must be at least 0"),
     ({"mesh.data": 4096}, r"needs 4096 devices"),
     ({"rollout.answer_tokens": 128}, r"answer_tokens is 128.*max_tokens"),
     ({"rollout.max_turns": 2}, r"mixture .* asks for up to 3 searches, but max_turns is 2: shorten the mixture"),
@@ -212,6 +219,16 @@ def test_the_smallest_run_itself_is_accepted():
 def test_a_value_out_of_range_is_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
     build.check(config(**changes))
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ({"data.hop_shares": (0.5, 0.25, 0.25, 0.25)}, "hop shares"),
+    ({"eval.questions": 2000}, "held-out questions of common knowledge: ask for fewer"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
+def test_what_the_world_refuses_leaves_no_config_behind(changes, sentence, tmp_path):
+  done = run(tmp_path / "run", **changes)
+  assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
+  assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("preset", ["smollm2", "base", "instruct"])

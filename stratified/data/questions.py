@@ -154,7 +154,7 @@ def _new_held_out(encyclopedia: Encyclopedia, hops: int, rng: np.random.Generato
     if is_held_out(encyclopedia, chain) and _chain_id(encyclopedia, chain) not in taken:
       return _question(encyclopedia, chain, rng)
   raise ValueError(f"no further held-out question of {hops} hops exists among {len(encyclopedia.entities)} "
-                   "entities: ask for fewer, or raise entities or held_out")
+                   "entities: ask for fewer, or raise the number of entities")
 
 
 def _chain_id(encyclopedia: Encyclopedia, chain: Chain) -> str:
