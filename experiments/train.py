@@ -28,9 +28,9 @@ WARM_START_EVERY = 200  # steps between the warm start's own checkpoints
 MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
 
 
-def train(config, workdir: pathlib.Path, world: build.World) -> None:
+def train(config, workdir: pathlib.Path, world: build.World, stop: phases.Stop) -> None:
   ###  The parts  ###
-  stop, mesh = phases.Stop(), build.mesh_of(config)
+  mesh = build.mesh_of(config)
   model, assign = build.model_config(config), build.partition(config)
   optimizer = build.optimizer(config)
   learn = build.reinforcement_update(config, mesh, model, optimizer, assign.num_strata)
@@ -112,7 +112,7 @@ def train(config, workdir: pathlib.Path, world: build.World) -> None:
 
 
 def main(_) -> None:
-  config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+  config, workdir, stop = _CONFIG.value, pathlib.Path(_WORKDIR.value), phases.Stop()
   try:
     ###  Before any work, and before the workdir belongs to this config: everything that can be refused  ###
     build.check(config)
@@ -127,7 +127,7 @@ def main(_) -> None:
   except OSError as error:
     sys.exit(f"--workdir={workdir} can't be used as a folder to write to: {error}")
   phases.enable_compilation_cache()
-  train(config, workdir, world)
+  train(config, workdir, world, stop)
 
 
 if __name__ == "__main__":
