@@ -149,7 +149,7 @@ def test_how_rows_are_packed_and_accumulated_changes_only_memory(mesh, groups, s
   baseline, baseline_stats = run(mesh, collate(groups, rewards=REWARDS))
   found, stats = run(mesh, collate(groups, rewards=REWARDS, **shape))
   assert distance(found, baseline) < 5e-6  # float32 sums in another order: 1e-6 was seen
-  # The gap between sampler and trainer is itself rounding, some 1e-6 of a log-prob: no more can be asked of its maximum.
+  # The gap between sampler and trainer is itself rounding, some 1e-6 of a log-prob: its maximum is no steadier.
   for name, value in baseline_stats.items():
     np.testing.assert_allclose(stats[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
