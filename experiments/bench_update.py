@@ -22,7 +22,7 @@ import time
 import jax
 import numpy as np
 
-from experiments import build, side_by_side
+from experiments import build, side_by_side, worlds
 from stratified import batching, metrics, optimizer as optimizers, update
 from stratified.types import Question, Segment, Trajectory
 
@@ -40,7 +40,7 @@ def demonstrations(count):
   """(token ids, loss mask) of search rollouts of the encyclopedia, in the order of their questions."""
   config = side_by_side.config_of("tiny")
   config.warm_start.demonstrations_per_step, config.warm_start.context_weight = count, 0.0
-  batch = build.demonstration_batches(config, build.world(config))(0)
+  batch = worlds.demonstration_batches(config, worlds.world(config))(0)
   used = batch.segment_art > 0
   of = lambda i: used & (batch.trajectory_art == i)
   return [(batch.token_art[of(i)], batch.loss_mask_art[of(i)] > 0) for i in range(count)]

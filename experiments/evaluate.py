@@ -15,7 +15,7 @@ from absl import app, flags
 import ml_collections
 from ml_collections import config_flags
 
-from experiments import build, phases
+from experiments import build, check, phases, worlds
 from stratified import update
 from stratified.checkpoint import Checkpointer
 
@@ -51,9 +51,9 @@ def main(_) -> None:
              "--config=configs/search_r1.py:PRESET")
   config = ml_collections.ConfigDict(json.loads(stored.read_text())) if stored.exists() else _CONFIG.value
   try:
-    build.check(config)
-    limits = build.limits(config, forced_searches=_FORCED.value)
-    world, count = build.world(config), _QUESTIONS.value or config.eval.questions
+    check.check(config)
+    limits = worlds.limits(config, forced_searches=_FORCED.value)
+    world, count = worlds.world(config), _QUESTIONS.value or config.eval.questions
     world.held_out(count)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")

@@ -6,7 +6,7 @@ import signal
 
 import jax
 
-from experiments import build
+from experiments import build, worlds
 from stratified import batching, evaluate as scoring, metrics, update
 from stratified.checkpoint import Checkpointer
 from stratified.policy import decoder
@@ -43,7 +43,7 @@ def warm_start(config, mesh, world, model: decoder.DecoderConfig, writer, checkp
     params = build.initial_params(config, model, mesh)
     state, step = update.init_state(mesh, model, params, optimizer, with_reference=False), 0
   learn = build.supervised_update(config, mesh, model, optimizer)
-  batch_at = build.demonstration_batches(config, world)
+  batch_at = worlds.demonstration_batches(config, world)
   with Progress(total, "warm-start steps", done=step) as progress:
     while step < total and not stop.asked:
       state, stats = learn(state, batching.place(mesh, batch_at(step)))
@@ -59,7 +59,7 @@ def warm_start(config, mesh, world, model: decoder.DecoderConfig, writer, checkp
   return state.params
 
 
-def evaluate(config, params, world: build.World, sampler, *, count: int, forced: int | None = None,
+def evaluate(config, params, world: worlds.World, sampler, *, count: int, forced: int | None = None,
              only: str | None = None) -> dict:
   """{set: scores} of every held-out set, or of `only` one; `forced` makes each rollout search exactly that often."""
   sampler.load(params, EVALUATION_STEP)
@@ -74,7 +74,7 @@ def evaluate(config, params, world: build.World, sampler, *, count: int, forced:
         part = questions[at:at + CHUNK]
         groups += loop.collect(
             part, sampler=sampler, retriever=retriever, tokenizer=world.tokenizer, protocol=world.protocol,
-            limits=build.limits(config, forced_searches=forced), samples_per_question=1, step=EVALUATION_STEP + at)
+            limits=worlds.limits(config, forced_searches=forced), samples_per_question=1, step=EVALUATION_STEP + at)
         progress.update(len(part))
     scores[name] = scoring.summary(groups)
   return scores

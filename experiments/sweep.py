@@ -181,12 +181,12 @@ def listing(jobs: Sequence[Job]) -> str:
 
 def check(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
   """What experiments/train.py would refuse, before any run is started."""
-  from experiments import build  # it loads JAX, which the sweep itself must not: the device is the runs'
+  from experiments import check  # it loads JAX, which the sweep itself must not: the device is the runs'
 
   refused = []
   for job, config in jobs:
     try:
-      build.check(config)
+      check.check(config)
     except (ValueError, FileNotFoundError) as error:
       refused.append(f"{job.name}: {error}")
   return refused

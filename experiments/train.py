@@ -15,7 +15,7 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import build, phases
+from experiments import build, check, phases, worlds
 from stratified import batching, evaluate as scoring, metrics, report, rewards, update
 from stratified.checkpoint import Checkpointer, check_config
 from stratified.progress import Progress
@@ -28,7 +28,7 @@ WARM_START_EVERY = 200  # steps between the warm start's own checkpoints
 MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
 
 
-def train(config, workdir: pathlib.Path, world: build.World, stop: phases.Stop) -> None:
+def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop) -> None:
   ###  The parts  ###
   mesh = build.mesh_of(config)
   model, assign = build.model_config(config), build.partition(config)
@@ -91,7 +91,7 @@ def train(config, workdir: pathlib.Path, world: build.World, stop: phases.Stop) 
           clock = time.perf_counter()
           writer.write(row)
           if config.logging.trajectories_every and step % config.logging.trajectories_every == 0:
-            writer.write_trajectories(step, build.records(world, groups, reward, strata, advantage))
+            writer.write_trajectories(step, worlds.records(world, groups, reward, strata, advantage))
           last = step == config.num_steps
           if last or config.eval.every and step % config.eval.every == 0:
             phases.evaluate_at(config, state.params, world, judge, writer, workdir, step)
@@ -115,8 +115,8 @@ def main(_) -> None:
   config, workdir, stop = _CONFIG.value, pathlib.Path(_WORKDIR.value), phases.Stop()
   try:
     ###  Before any work, and before the workdir belongs to this config: everything that can be refused  ###
-    build.check(config)
-    world = build.world(config)
+    check.check(config)
+    world = worlds.world(config)
     world.held_out(config.eval.questions)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")

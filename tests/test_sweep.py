@@ -158,9 +158,9 @@ def test_a_method_changes_what_it_says_and_nothing_else(method):
 
 
 def test_every_method_is_one_that_training_accepts():
-  from experiments import build
+  from experiments import check
   for method in baselines.METHODS:
-    build.check(baselines.get_config(method))
+    check.check(baselines.get_config(method))
 
 
 def test_annealing_ends_with_the_run_however_long_it_is():
@@ -322,7 +322,7 @@ class Watched:
 def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeypatch, tmp_path):
   """phases.warm_start itself is run, on a config that notes what is read; only the jitted step is left out."""
   import fnmatch
-  from experiments import build, phases
+  from experiments import build, phases, worlds
   from stratified import update
   from stratified.checkpoint import Checkpointer
   from test_train import config as smallest
@@ -334,7 +334,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
       lambda state, batch: (state, {"warm_start/loss": 1.0, "grad/norm": 1.0})))
   monkeypatch.setattr(phases.Stop, "__init__", lambda self: setattr(self, "asked", False))
   mesh = build.mesh_of(watched)
-  world = build.world(watched)
+  world = worlds.world(watched)
   with Checkpointer(tmp_path / "warm_start", 100) as checkpointer, metrics.Writer(tmp_path) as writer:
     phases.warm_start(watched, mesh, world, build.model_config(watched), writer, checkpointer, phases.Stop())
   assert len(made) == 1

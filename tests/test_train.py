@@ -11,7 +11,7 @@ import time
 import pytest
 
 from configs import search_r1
-from experiments import build
+from experiments import check
 from stratified import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -192,7 +192,7 @@ def test_an_unknown_preset_is_refused_with_those_that_exist():
 
 
 def test_the_smallest_run_itself_is_accepted():
-  build.check(config())
+  check.check(config())
 
 
 @pytest.mark.parametrize("changes, sentence", [
@@ -226,7 +226,7 @@ def test_the_smallest_run_itself_is_accepted():
 ], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
 def test_a_value_out_of_range_is_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
-    build.check(config(**changes))
+    check.check(config(**changes))
 
 
 @pytest.mark.parametrize("changes, sentence", [
@@ -243,4 +243,4 @@ def test_what_the_world_refuses_leaves_no_config_behind(changes, sentence, tmp_p
 def test_a_preset_without_its_model_names_what_is_missing(preset, tmp_path):
   missing = str(tmp_path / "smollm2-none")
   with pytest.raises(FileNotFoundError, match=f"policy.checkpoint='{missing}' holds no model.*to get it: "):
-    build.check(config(preset, **{"policy.checkpoint": missing}))
+    check.check(config(preset, **{"policy.checkpoint": missing}))

@@ -1,0 +1,104 @@
+"""What can't run is refused here, in one sentence each: before anything is loaded, written or compiled."""
+
+import math
+import pathlib
+
+from experiments import build, worlds
+from stratified import advantages, losses, metrics, sharding
+
+
+def check(config) -> None:
+  """Refuses, in one sentence each, what can't run: before anything is loaded, written or compiled."""
+  _one_of("data.name", config.data.name, ("encyclopedia", "files"))
+  _one_of("sampler.name", config.sampler.name, ("jax",))
+  _one_of("retriever.name", config.retriever.name, ("bm25",))
+  _one_of("rollout.protocol", config.rollout.protocol, worlds.PROTOCOLS)
+  _one_of("loss.kl_estimator", config.loss.kl_estimator, losses.KL_ESTIMATORS)
+  _one_of("loss.aggregation", config.loss.aggregation, losses.AGGREGATIONS)
+  _one_of("loss.old_log_probs", config.loss.old_log_probs, ("trainer", "sampler"))
+  _one_of("policy.dtype", config.policy.dtype, ("float32", "bfloat16"))
+  _one_of("policy.attention", config.policy.attention, ("auto", "library", "folded"))
+  _check_ranges(config)
+  if config.rollout.max_staleness or config.lora.rank:
+    raise ValueError("rollout.max_staleness and lora.rank must be 0: this version trains on-policy, all parameters")
+  if config.packing.row_length < config.rollout.max_tokens:
+    raise ValueError(f"packing.row_length={config.packing.row_length} must be at least "
+                     f"rollout.max_tokens={config.rollout.max_tokens}: a rollout fills at most one row")
+  advantages.validate(config.advantage.name, config.rollout.samples_per_question, build.advantage_options(config))
+  build.partition(config)
+  worlds.limits(config)
+  build.optimizer(config)
+  if config.data.name == "files":
+    if config.warm_start.num_steps:
+      raise ValueError(f"warm_start.num_steps={config.warm_start.num_steps} must be 0 with data.name='files': "
+                       "demonstrations are scripted for the generated encyclopedia alone")
+    _check_files(config)
+  else:
+    worlds.encyclopedia_settings(config.data)
+  if config.warm_start.num_steps:
+    worlds.demonstration_config(config)
+    build.optimizer(config, warm_start=True)
+  mesh = build.mesh_of(config)
+  sharding.check_divisible(mesh, {
+      "data.questions_per_step": ("question", config.data.questions_per_step),
+      "packing.rows": ("row", config.packing.rows)})
+  model = build.model_config(config)
+  sharding.check_divisible(mesh, {
+      "num_heads": ("heads", model.num_heads), "num_kv_heads": ("kv_heads", model.num_kv_heads),
+      "mlp_width": ("mlp", model.mlp_width), "vocab_size": ("vocabulary", model.vocab_size),
+      "width": ("width", model.width)})
+
+
+# field -> (least, most, what holds beside it); a field is checked where the config has it.
+_ANY, _TINY = math.inf, 1e-12
+
+
+RANGES = {
+    "seed": (0, 2**31 - 1), "num_steps": (1, _ANY), "data.questions_per_step": (1, _ANY),
+    "rollout.samples_per_question": (1, _ANY), "rollout.temperature": (_TINY, _ANY), "rollout.top_p": (_TINY, 1),
+    "sampler.lanes": (1, _ANY), "sampler.block": (1, _ANY), "sampler.rows": (1, _ANY),
+    "warm_start.num_steps": (0, _ANY), "warm_start.demonstrations_per_step": (1, _ANY),
+    "warm_start.encyclopedias": (1, _ANY), "warm_start.context_weight": (0, _ANY),
+    "packing.rows": (1, _ANY), "packing.row_length": (2, _ANY),
+    "loss.kl_coefficient": (0, _ANY), "loss.clip_ratio": (0, _ANY), "loss.importance_cap": (0, _ANY),
+    "optimizer.b1": (0, 1 - _TINY), "optimizer.b2": (0, 1 - _TINY),
+    "policy.width": (1, _ANY), "policy.num_layers": (1, _ANY), "policy.num_heads": (1, _ANY),
+    "policy.num_kv_heads": (1, _ANY), "policy.mlp_width": (1, _ANY), "policy.rope_theta": (_TINY, _ANY),
+    "policy.unroll": (1, _ANY), "policy.logit_chunk": (0, _ANY),
+    "eval.questions": (1, _ANY), "eval.every": (0, _ANY), "checkpoint.every": (1, _ANY),
+    "logging.trajectories_every": (0, _ANY),
+}
+
+
+def _check_ranges(config):
+  values = metrics.flatten(config.to_dict())
+  for name, (least, most) in RANGES.items():
+    value = values.get(name, least)
+    if not (least <= value <= most and math.isfinite(value)):
+      low = "above 0" if least == _TINY else f"at least {least}"
+      high = "" if most == _ANY else " and below 1" if most == 1 - _TINY else f" and at most {most}"
+      raise ValueError(f"{name}={value} must be {low}{high}, and finite")
+  width, heads = values.get("policy.width", 0), values.get("policy.num_heads", 1)
+  if width % heads or (width // heads) % 2:
+    raise ValueError(f"policy.width={width} must be an even multiple of policy.num_heads={heads}: "
+                     "each head takes an equal part, of which rotary positions turn pairs")
+
+
+def _one_of(name, value, choices):
+  if value not in choices:
+    raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(sorted(choices))}")
+
+
+def _check_files(config):
+  if not config.policy.checkpoint:
+    raise ValueError("policy.checkpoint is empty: data from files needs a model directory, "
+                     "e.g. --config.policy.checkpoint=.cache/models/smollm2-135m-instruct")
+  fetch = "python third_party/smollm2/fetch.py" if "smollm2" in config.policy.checkpoint else (
+      "download the model there, or name its directory with --config.policy.checkpoint")
+  if not (pathlib.Path(config.policy.checkpoint) / "config.json").exists():
+    raise FileNotFoundError(f"policy.checkpoint={config.policy.checkpoint!r} holds no model (no config.json); "
+                            f"to get it: {fetch}")
+  for name in ("questions", "corpus"):
+    if not worlds.path_of(config.data[name]).exists():
+      raise FileNotFoundError(f"data.{name}={config.data[name]!r} does not exist; "
+                              f"name the file with --config.data.{name}=PATH")
