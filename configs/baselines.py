@@ -8,6 +8,11 @@ After the first colon comes the method, after a second one the preset of configs
 none is named). A method changes the estimator, and the loss where its paper ties the two; everything else is the
 preset's, so that two methods differ in nothing that their name does not say. The table of arXiv 2510.06214 is
 `grpo`, `san`, `stratified_grpo`.
+
+Methods that learn nothing (`direct`, `cot`, `rag`, `ircot`, `search_o1`) need a preset with weights, `smollm2` if none is
+named, and are evaluated as they stand:
+
+    python experiments/evaluate.py --config=configs/baselines.py:rag:instruct --sets=all --workdir=runs/rag_3b
 """
 
 import ml_collections
@@ -36,17 +41,38 @@ METHODS = {
     "random_strata": {"advantage.name": "blend", "strata.name": "random"},  # same sizes, no meaning: the control
 }
 
+# Methods that learn nothing -> likewise. A preset that shows worked examples gets the method's own (`rag_few_shot`).
+INFERENCE = {
+    "direct": {"rollout.protocol": "direct"},  # one answer, no search
+    "cot": {"rollout.protocol": "cot"},  # arXiv 2201.11903: reasoning, then the answer
+    "rag": {"rollout.protocol": "rag"},  # arXiv 2005.11401's task: one search with the question
+    "ircot": {"rollout.protocol": "ircot"},  # arXiv 2212.10509
+    "search_o1": {"rollout.protocol": "search_o1"},  # arXiv 2501.05366
+}
+
 
 def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   name, _, preset = method.partition(":")
+  if name in INFERENCE:
+    return _inference(name, preset or "smollm2")
   if name not in METHODS:
-    raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}, "
+    raise ValueError(f"method {name!r} is unknown; choose one of {', '.join([*METHODS, *INFERENCE])}, "
                      "as in configs/baselines.py:grpo or configs/baselines.py:grpo:instruct")
   config = search_r1.get_config(preset or "tiny")
   for key, value in METHODS[name].items():
     _set(config, key, value)
   if name == "annealed":
     config.advantage.alpha_steps = config.get_ref("num_steps")  # follows --config.num_steps
+  return config
+
+
+def _inference(name: str, preset: str) -> ml_collections.ConfigDict:
+  config = search_r1.get_config(preset)
+  few_shot = config.rollout.protocol == "few_shot"
+  for key, value in INFERENCE[name].items():
+    _set(config, key, value)
+  if few_shot:
+    config.rollout.protocol += "_few_shot"
   return config
 
 

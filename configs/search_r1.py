@@ -31,7 +31,7 @@ def _common() -> ml_collections.ConfigDict:
   c.policy.dtype = "float32"
   c.policy.remat = "none"  # none, dots, full
   c.policy.unroll = 1  # layers per iteration of the scan over layers
-  c.policy.attention = "auto"  # library, folded; auto is folded on CPU
+  c.policy.attention = "auto"  # library, cudnn, splash, folded; auto takes the fastest for the platform
   c.policy.logit_chunk = 0  # positions of a row whose logits exist at once; 0 is all
 
   c.data = ml_collections.ConfigDict()
@@ -40,6 +40,7 @@ def _common() -> ml_collections.ConfigDict:
   c.data.corpus = ""  # JSONL, plain or .gz
   c.data.split = "train"
   c.data.held_out_split = "dev"
+  c.data.evaluation = ""  # file or folder of what is evaluated on; empty takes held_out_split of data.questions
   c.data.questions_per_step = 256
 
   c.rollout = ml_collections.ConfigDict()
@@ -52,7 +53,8 @@ def _common() -> ml_collections.ConfigDict:
   c.rollout.topk = 3
   c.rollout.temperature = 1.0
   c.rollout.top_p = 1.0
-  c.rollout.protocol = "search_r1"  # search_r1, few_shot, short
+  c.rollout.protocol = "search_r1"  # search_r1, few_shot, short; those of configs/baselines.py
+  c.rollout.chat_template = False  # the prompt as a user message in the model's own chat template
   c.rollout.max_staleness = 0
 
   c.sampler = ml_collections.ConfigDict()
@@ -60,9 +62,21 @@ def _common() -> ml_collections.ConfigDict:
   c.sampler.lanes = 64
   c.sampler.block = 16
   c.sampler.rows = 16
+  c.sampler.prefill_tokens = 4096  # tokens of one prefill call, padding included
+  c.sampler.release = False  # free the device of the sampler's weights and caches during updates
 
   c.retriever = ml_collections.ConfigDict()
-  c.retriever.name = "bm25"
+  c.retriever.name = "bm25"  # bm25, dense, hybrid, http
+  c.retriever.index = ""  # dense, hybrid: a folder that experiments/build_index.py made
+  c.retriever.encoder = ""  # its model directory, where it is not the index's own
+  c.retriever.url = "http://127.0.0.1:8000"  # http: experiments/serve_retriever.py, or any server of Search-R1's form
+  c.retriever.corpus = ""  # http: the digest in the server's manifest; empty takes any
+  c.retriever.timeout_s = 30.0  # of one request
+  c.retriever.retries = 4  # attempts after the first, before a search is lost and its rollout masked
+  c.retriever.give_up_s = 300.0  # without a usable reply; then the run stops
+  c.retriever.queries_per_request = 64
+  c.retriever.in_flight = 16  # requests at the same time
+  c.retriever.cache = 10_000  # queries whose passages are remembered; 0 is none
 
   c.advantage = ml_collections.ConfigDict()
   c.advantage.name = "blend"
@@ -102,7 +116,11 @@ def _common() -> ml_collections.ConfigDict:
 
   c.packing = ml_collections.ConfigDict()
   c.packing.row_length = 4096
-  c.packing.rows = 8  # packed rows of a micro-batch, over all devices
+  c.packing.rows = 0  # packed rows of a micro-batch, over all devices; 0 is one for each part that the mesh splits rows into
+
+  c.memory = ml_collections.ConfigDict()
+  c.memory.optimizer = "device"  # device, host: where the optimizer's state lies between updates
+  c.memory.reference = "device"  # the same for the KL's reference
 
   c.warm_start = ml_collections.ConfigDict()
   c.warm_start.num_steps = 0
@@ -113,8 +131,9 @@ def _common() -> ml_collections.ConfigDict:
   c.mesh.tensor = 1
 
   c.lora = ml_collections.ConfigDict()
-  c.lora.rank = 0
-  c.lora.alpha = 128.0
+  c.lora.rank = 0  # 0 trains every weight; above, adapters of that rank beside frozen ones
+  c.lora.alpha = 128.0  # an adapter counts alpha / rank
+  c.lora.targets = "q,k,v,o,gate,up,down"
 
   c.eval = ml_collections.ConfigDict()
   c.eval.questions = 400
@@ -217,14 +236,19 @@ def _base(c):
   c.policy.dtype = "bfloat16"
   c.policy.remat = "full"
   c.policy.logit_chunk = 512
+  c.sampler.lanes = 16
+  c.sampler.prefill_tokens = 2048
+  c.sampler.release = True
   c.data.questions = "data/nq_hotpotqa_train"
-  c.data.corpus = "data/wiki18.jsonl.gz"
+  c.data.corpus = "data/wiki18.jsonl"
+  c.data.evaluation = "data/benchmarks"
 
 
 def _instruct(c):
   """Qwen2.5-3B-Instruct: alpha 0.8."""
   _base(c)
   c.policy.checkpoint = "checkpoints/Qwen2.5-3B-Instruct"
+  c.rollout.chat_template = True
   c.advantage.alpha = 0.8
 
 

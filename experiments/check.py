@@ -4,49 +4,58 @@ import math
 import pathlib
 
 from experiments import build, worlds
-from stratified import advantages, losses, metrics, sharding
+from stratified import advantages, losses, metrics
+from stratified.policy import attention, lora
+from stratified.retrieval import client
 
 
 def check(config) -> None:
   """Refuses, in one sentence each, what can't run: before anything is loaded, written or compiled."""
   _one_of("data.name", config.data.name, ("encyclopedia", "files"))
   _one_of("sampler.name", config.sampler.name, ("jax",))
-  _one_of("retriever.name", config.retriever.name, ("bm25",))
+  _one_of("retriever.name", config.retriever.name, ("bm25", "dense", "hybrid", "http"))
   _one_of("rollout.protocol", config.rollout.protocol, worlds.PROTOCOLS)
   _one_of("loss.kl_estimator", config.loss.kl_estimator, losses.KL_ESTIMATORS)
   _one_of("loss.aggregation", config.loss.aggregation, losses.AGGREGATIONS)
   _one_of("loss.old_log_probs", config.loss.old_log_probs, ("trainer", "sampler"))
   _one_of("policy.dtype", config.policy.dtype, ("float32", "bfloat16"))
-  _one_of("policy.attention", config.policy.attention, ("auto", "library", "folded"))
+  _one_of("policy.attention", config.policy.attention, ("auto", *attention.IMPLEMENTATIONS))
+  for name in ("optimizer", "reference"):
+    _one_of(f"memory.{name}", config.memory[name], ("device", "host"))
   _check_ranges(config)
-  if config.rollout.max_staleness or config.lora.rank:
-    raise ValueError("rollout.max_staleness and lora.rank must be 0: this version trains on-policy, all parameters")
+  if config.rollout.max_staleness:
+    raise ValueError("rollout.max_staleness must be 0: this version trains on-policy")
   if config.packing.row_length < config.rollout.max_tokens:
     raise ValueError(f"packing.row_length={config.packing.row_length} must be at least "
                      f"rollout.max_tokens={config.rollout.max_tokens}: a rollout fills at most one row")
+  if config.policy.logit_chunk and config.packing.row_length % config.policy.logit_chunk:
+    raise ValueError(f"policy.logit_chunk={config.policy.logit_chunk} does not divide packing.row_length="
+                     f"{config.packing.row_length}; choose a divisor, or 0 for no chunks")
   advantages.validate(config.advantage.name, config.rollout.samples_per_question, build.advantage_options(config))
   build.partition(config)
   worlds.limits(config)
   build.optimizer(config)
+  if config.rollout.chat_template and not config.policy.checkpoint:
+    raise ValueError("rollout.chat_template=True needs policy.checkpoint: the template comes with a model's directory")
   if config.data.name == "files":
     if config.warm_start.num_steps:
       raise ValueError(f"warm_start.num_steps={config.warm_start.num_steps} must be 0 with data.name='files': "
                        "demonstrations are scripted for the generated encyclopedia alone")
     _check_files(config)
+    worlds.protocol(config)
   else:
     worlds.encyclopedia_settings(config.data)
+  _check_retriever(config.retriever)
   if config.warm_start.num_steps:
+    if config.rollout.protocol != "short":
+      raise ValueError(f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
+                       f"{config.warm_start.num_steps}: the demonstrations are scripted in its tags; the methods of "
+                       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2")
     worlds.demonstration_config(config)
     build.optimizer(config, warm_start=True)
-  mesh = build.mesh_of(config)
-  sharding.check_divisible(mesh, {
-      "data.questions_per_step": ("question", config.data.questions_per_step),
-      "packing.rows": ("row", config.packing.rows)})
   model = build.model_config(config)
-  sharding.check_divisible(mesh, {
-      "num_heads": ("heads", model.num_heads), "num_kv_heads": ("kv_heads", model.num_kv_heads),
-      "mlp_width": ("mlp", model.mlp_width), "vocab_size": ("vocabulary", model.vocab_size),
-      "width": ("width", model.width)})
+  build.check_split(config, build.mesh_of(config), model)
+  _check_adapter(config, model)
 
 
 # field -> (least, most, what holds beside it); a field is checked where the config has it.
@@ -57,16 +66,19 @@ RANGES = {
     "seed": (0, 2**31 - 1), "num_steps": (1, _ANY), "data.questions_per_step": (1, _ANY),
     "rollout.samples_per_question": (1, _ANY), "rollout.temperature": (_TINY, _ANY), "rollout.top_p": (_TINY, 1),
     "sampler.lanes": (1, _ANY), "sampler.block": (1, _ANY), "sampler.rows": (1, _ANY),
+    "sampler.prefill_tokens": (1, _ANY),
     "warm_start.num_steps": (0, _ANY), "warm_start.demonstrations_per_step": (1, _ANY),
     "warm_start.encyclopedias": (1, _ANY), "warm_start.context_weight": (0, _ANY),
-    "packing.rows": (1, _ANY), "packing.row_length": (2, _ANY),
+    "packing.rows": (0, _ANY), "packing.row_length": (2, _ANY),
     "loss.kl_coefficient": (0, _ANY), "loss.clip_ratio": (0, _ANY), "loss.importance_cap": (0, _ANY),
     "optimizer.b1": (0, 1 - _TINY), "optimizer.b2": (0, 1 - _TINY),
     "policy.width": (1, _ANY), "policy.num_layers": (1, _ANY), "policy.num_heads": (1, _ANY),
     "policy.num_kv_heads": (1, _ANY), "policy.mlp_width": (1, _ANY), "policy.rope_theta": (_TINY, _ANY),
-    "policy.unroll": (1, _ANY), "policy.logit_chunk": (0, _ANY),
+    "lora.rank": (0, _ANY), "lora.alpha": (_TINY, _ANY), "policy.unroll": (1, _ANY), "policy.logit_chunk": (0, _ANY),
     "eval.questions": (1, _ANY), "eval.every": (0, _ANY), "checkpoint.every": (1, _ANY),
     "logging.trajectories_every": (0, _ANY),
+    "retriever.timeout_s": (_TINY, _ANY), "retriever.retries": (0, _ANY), "retriever.give_up_s": (_TINY, _ANY),
+    "retriever.queries_per_request": (1, _ANY), "retriever.in_flight": (1, _ANY), "retriever.cache": (0, _ANY),
 }
 
 
@@ -84,9 +96,28 @@ def _check_ranges(config):
                      "each head takes an equal part, of which rotary positions turn pairs")
 
 
+def _check_adapter(config, model):
+  adapter = build.adapter(config)
+  if adapter is None:
+    return
+  lora.weights(model, adapter)
+  if config.optimizer.name == "muon":
+    raise ValueError("optimizer.name='muon' makes every singular value of an update alike, which the two thin factors of "
+                     f"lora.rank={adapter.rank} have no use for; train adapters with --config.optimizer.name=adamw")
+
+
 def _one_of(name, value, choices):
   if value not in choices:
     raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(sorted(choices))}")
+
+
+def _check_retriever(r):
+  if r.name == "http":
+    client.base_url(r.url)
+  if r.name in ("dense", "hybrid") and not (r.index and pathlib.Path(r.index).is_dir()):
+    raise FileNotFoundError(f"retriever.index={r.index!r} is no folder of an index, which retriever.name={r.name!r} "
+                            "needs; build one with python experiments/build_index.py and name it with "
+                            "--config.retriever.index=FOLDER")
 
 
 def _check_files(config):
@@ -98,7 +129,9 @@ def _check_files(config):
   if not (pathlib.Path(config.policy.checkpoint) / "config.json").exists():
     raise FileNotFoundError(f"policy.checkpoint={config.policy.checkpoint!r} holds no model (no config.json); "
                             f"to get it: {fetch}")
-  for name in ("questions", "corpus"):
+  # A server, or a dense index, has its passages elsewhere.
+  for name in ("questions", "corpus") if config.retriever.name in ("bm25", "hybrid") else ("questions",):
     if not worlds.path_of(config.data[name]).exists():
       raise FileNotFoundError(f"data.{name}={config.data[name]!r} does not exist; "
-                              f"name the file with --config.data.{name}=PATH")
+                              f"name the file with --config.data.{name}=PATH or make it with "
+                              "experiments/prepare_data.py")

@@ -1,10 +1,15 @@
-"""Evaluates a run's newest checkpoint, or a preset before any training, greedily on held-out questions.
+"""Evaluates a run's newest checkpoint, or a preset's weights as they stand, on held-out questions.
 
     python experiments/evaluate.py --workdir=runs/tiny [--questions=400] [--forced=2]
-    python experiments/evaluate.py --config=configs/search_r1.py:smollm2 --workdir=runs/smollm2_untrained
+    python experiments/evaluate.py --config=configs/search_r1.py:instruct --config.policy.checkpoint=runs/x/export \\
+        --sets=all --questions=-1 --workdir=runs/x_table
+    python experiments/evaluate.py --config=configs/baselines.py:rag:smollm2 --sets=nq,hotpotqa --workdir=runs/rag \\
+        --compare=runs/x_table
 
-Prints exact match by set, in the form of the papers' tables, and by hops; adds the scores to evaluation.json.
-With --config and no run in the workdir the policy is the preset's checkpoint as it stands.
+Greedy, or --samples=n rollouts a question at --temperature. Prints exact match by set in the form of the papers' tables,
+everything by set and by hops with 95 % intervals, and a paired test against each --compare; adds the scores to
+evaluation.json. WORKDIR/evaluation/NAME/ holds an answer a line, written as it comes, and table.md, table.tex,
+table.json: the same command again goes on where a stopped one was.
 """
 
 import json
@@ -15,67 +20,137 @@ from absl import app, flags
 import ml_collections
 from ml_collections import config_flags
 
-from experiments import build, check, phases, worlds
-from stratified import update
-from stratified.checkpoint import Checkpointer
+from experiments import build, check, evaluation, phases, worlds
+from experiments.weights import Weights
+from stratified import answers, metrics, tables
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The preset, where the workdir holds no run.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-_QUESTIONS = flags.DEFINE_integer("questions", 0, "Held-out questions of each set; 0 is the config's eval.questions.",
-                                lower_bound=0)
+_QUESTIONS = flags.DEFINE_integer("questions", 0, "Questions of each set; 0 is the config's eval.questions, -1 is all.",
+                                lower_bound=-1)
+_SETS = flags.DEFINE_list("sets", None, "Question sets by name, or all; without it, the held-out questions of the config.")
 _FORCED = flags.DEFINE_integer("forced", None, "Make every rollout search exactly this often.")
-
-
-def table(scores: dict, label: str) -> str:
-  """Markdown: a row of exact match x 100 by set and their average, then one table by hops for each set."""
-  percent = lambda x: "-" if x is None else f"{100 * x:.1f}"
-  names = list(scores)
-  average = [score["exact_match"] for score in scores.values() if score["exact_match"] is not None]
-  lines = ["| exact match x 100 | " + " | ".join(names) + " | average |", "|---" * (len(names) + 2) + "|",
-           f"| {label} | " + " | ".join(percent(scores[name]["exact_match"]) for name in names) +
-           f" | {percent(sum(average) / len(average) if average else None)} |", "",
-           "| set | hops | questions | exact match | F1 | searches | invalid actions | policy tokens |", "|---" * 8 + "|"]
-  for name in names:
-    for hops, part in [("all", scores[name])] + sorted(scores[name].get("by_hops", {}).items()):
-      number = lambda key: "-" if part[key] is None else f"{part[key]:.2f}"
-      lines.append(f"| {name} | {hops} | {part['count']} | {percent(part['exact_match'])} | {percent(part['f1'])} | "
-                   f"{number('searches_mean')} | {number('invalid_actions')} | {number('tokens_mean')} |")
-  return "\n".join(lines)
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Rollouts of each question.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy, as one rollout is; several take the config's.",
+                                  lower_bound=0)
+_COMPARE = flags.DEFINE_list("compare", [], "Workdirs or evaluation folders: rows of the table, each with a paired test.")
+_NAME = flags.DEFINE_string("name", None, "The folder under WORKDIR/evaluation; by default it says what was evaluated.")
+_LABEL = flags.DEFINE_string("label", None, "The row's name in the tables.")
 
 
 def main(_) -> None:
-  workdir = pathlib.Path(_WORKDIR.value)
-  stored = workdir / "config.json"
-  if not stored.exists() and _CONFIG.value is None:
-    sys.exit(f"{workdir} holds no run (no config.json): train one there, or name a preset with "
-             "--config=configs/search_r1.py:PRESET")
-  config = ml_collections.ConfigDict(json.loads(stored.read_text())) if stored.exists() else _CONFIG.value
+  workdir, stop = pathlib.Path(_WORKDIR.value), phases.Stop()
   try:
+    config, stored = _config(workdir)
+    temperature = _temperature(config)
+    others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
     check.check(config)
     limits = worlds.limits(config, forced_searches=_FORCED.value)
     world, count = worlds.world(config), _QUESTIONS.value or config.eval.questions
-    world.held_out(count)
+    sets = evaluation.question_sets(config, world, _SETS.value, None if count < 0 else count)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   phases.enable_compilation_cache()
   model, mesh = build.model_config(config), build.mesh_of(config)
-  step, params = restore(config, workdir, mesh, model) if stored.exists() else (0, None)
-  if params is None:
-    params = build.initial_params(config, model, mesh)
-  scores = phases.evaluate(config, params, world, build.sampler(config, model, world.tokenizer, greedy=True),
-                           count=count, forced=limits.forced_searches)
-  print(table(scores, f"{workdir.name}, step {step}"))
-  key = {"step": step, "sets": scores} if _FORCED.value is None else {f"forced_{_FORCED.value}": {"step": step, "sets": scores}}
-  workdir.mkdir(parents=True, exist_ok=True)
-  phases.record(workdir, key)
+  step, params = restore(config, workdir, mesh, model) if stored else (0, None)
+  label = _LABEL.value or workdir.name + (f", step {step}" if stored else "")
+  try:
+    kept = answers.Answers(workdir / "evaluation" / _folder(step if stored else None, temperature), evaluation.settings(
+        config, step=step, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value))
+    if params is None:
+      params = build.initial_params(config, model, mesh)
+    config.rollout.temperature = temperature or config.rollout.temperature
+    sampler = build.sampler(config, model, world.tokenizer, greedy=temperature == 0)
+    sampler.load(params, evaluation.FIRST_STEP)
+    found = {name: evaluation.run(kept, name, questions, world=world, retriever=retriever, sampler=sampler, limits=limits,
+                                  samples=_SAMPLES.value, stop=stop)
+             for name, (questions, retriever) in sets.items()}
+    write(workdir, kept.folder, step, evaluation.row(label, found), [
+        (folder, evaluation.row(folder, _groups(theirs)), evaluation.paired(found, theirs))
+        for folder, theirs in others.items()])
+  except (ValueError, OSError) as error:
+    sys.exit(f"{error}")
+  except evaluation.Stopped:
+    sys.exit(f"stopped; the answers so far are in {kept.folder}, the same command goes on")
+
+
+def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, others: list) -> None:
+  """Prints the tables and writes them to files; the scores go to evaluation.json too."""
+  rows = [row, *(other for _, other, _ in others)]
+  parts = [tables.markdown(rows), tables.markdown(rows, "f1"), tables.details(row)]
+  parts += [tables.comparison(row["label"], name, tests) for name, _, tests in others]
+  text = "\n\n".join(parts)
+  print(text)
+  metrics.write_atomic(folder / "table.md", text + "\n")
+  metrics.write_atomic(folder / "table.tex", tables.latex(rows) + "\n")
+  paired = {name: tests for name, _, tests in others}
+  metrics.write_atomic(folder / "table.json", json.dumps({"rows": rows, "paired": paired}, indent=2) + "\n")
+  scores = {"step": step, "sets": row["sets"], "average": row["average"]}
+  if _FORCED.value is not None or _SAMPLES.value > 1 or _temperature_given():
+    scores = {f"forced_{_FORCED.value}" if _FORCED.value is not None and _SAMPLES.value == 1 else folder.name: scores}
+  elif _SETS.value:
+    scores["sets"] = _sets_of_step(workdir, step) | scores["sets"]
+  phases.record(workdir, scores)
 
 
 def restore(config, workdir, mesh, model):
   """(step, parameters) of the newest checkpoint, (0, None) where nothing has been saved yet."""
-  with Checkpointer(workdir, config.checkpoint.every) as checkpointer:
-    found = checkpointer.restore_latest(
-        update.abstract_state(mesh, model, build.optimizer(config), with_reference=True))
-  return (found[1], found[0].params) if found else (0, None)
+  found = Weights(config, mesh, model, build.optimizer(config)).restore_policy(workdir)
+  return (found[1], found[0]) if found else (0, None)
+
+
+def _config(workdir: pathlib.Path):
+  """The config to evaluate with, and whether it is that of a run in the workdir."""
+  stored = workdir / "config.json"
+  if stored.exists():
+    return evaluation.for_evaluation(ml_collections.ConfigDict(json.loads(stored.read_text()))), True
+  if _CONFIG.value is None:
+    raise ValueError(f"{workdir} holds no run (no config.json): train one there, or name a preset with "
+                     "--config=configs/search_r1.py:PRESET")
+  return evaluation.for_evaluation(_CONFIG.value), False
+
+
+def _temperature(config) -> float:
+  """One rollout is greedy unless told otherwise; several need a temperature, or they would all be one."""
+  if _TEMPERATURE.value is None:
+    return 0.0 if _SAMPLES.value == 1 else config.rollout.temperature
+  if _TEMPERATURE.value == 0 and _SAMPLES.value > 1:
+    raise ValueError(f"--samples={_SAMPLES.value} at --temperature=0 would be the same rollout {_SAMPLES.value} times; "
+                     "give a temperature above 0 or leave --samples=1")
+  return _TEMPERATURE.value
+
+
+def _temperature_given() -> bool:
+  return bool(_TEMPERATURE.value)
+
+
+def _folder(step: int | None, temperature: float) -> str:
+  parts = ["as_given" if step is None else f"step_{step:06d}"]
+  parts += [] if _FORCED.value is None else [f"forced_{_FORCED.value}"]
+  parts += [] if not temperature else [f"samples_{_SAMPLES.value}", f"temperature_{temperature:g}"]
+  name = _NAME.value or "_".join(parts)
+  if pathlib.Path(name).name != name or name in (".", ".."):
+    raise ValueError(f"--name={name!r} must be the name of a folder, without a path")
+  return name
+
+
+def _sets_of_step(workdir: pathlib.Path, step: int) -> dict:
+  """The sets that evaluation.json knows of the same step: evaluating others must not forget them."""
+  path = workdir / "evaluation.json"
+  known = json.loads(path.read_text()) if path.exists() else {}
+  return known.get("sets", {}) if known.get("step") == step else {}
+
+
+def _groups(theirs: dict) -> dict[str, list[list[dict]]]:
+  """[Q][K] rows of another evaluation, by set."""
+  grouped = {}
+  for name, rows in theirs.items():
+    by_id = {}
+    for (id, _), one in sorted(rows.items()):
+      by_id.setdefault(id, []).append(one)
+    if by_id:
+      grouped[name] = list(by_id.values())
+  return grouped
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import build, check, phases, worlds
-from stratified import batching, evaluate as scoring, metrics, report, rewards, update
+from experiments import build, check, phases, retrievers, worlds
+from experiments.weights import Weights
+from stratified import batching, evaluate as scoring, metrics, report, rewards
 from stratified.checkpoint import Checkpointer, check_config
 from stratified.progress import Progress
+from stratified.retrieval.client import RetrieverDown
 from stratified.rollout import loop
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/search_r1.py:tiny", "What to train, and how.")
@@ -33,6 +35,8 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
   mesh = build.mesh_of(config)
   model, assign = build.model_config(config), build.partition(config)
   optimizer = build.optimizer(config)
+  weights = Weights(config, mesh, model, optimizer)
+  packing = build.packing(config, mesh)
   learn = build.reinforcement_update(config, mesh, model, optimizer, assign.num_strata)
   sampler, judge = (build.sampler(config, model, world.tokenizer, greedy=greedy) for greedy in (False, True))
 
@@ -40,7 +44,7 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
         Checkpointer(workdir / "warm_start", WARM_START_EVERY) as warm_checkpointer):
     ###  Where the run stands: at a checkpoint, or at the start  ###
     try:
-      restored = checkpointer.restore_latest(update.abstract_state(mesh, model, optimizer, with_reference=True))
+      restored = weights.resume(checkpointer.restore_latest(weights.abstract()), workdir)
     except ValueError as error:  # it names what is damaged or differs, and the way out
       sys.exit(f"{error}")
     with metrics.Writer(workdir, resume_step=restored[1] if restored else None,
@@ -52,29 +56,35 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
         if config.warm_start.num_steps:
           params = phases.warm_start(config, mesh, world, model, writer, warm_checkpointer, stop)
         else:
-          params = build.initial_params(config, model, mesh)
+          params = build.initial_params(config, model, mesh, dtype=weights.start_dtype)
         if stop.asked:
           print("stopped during the warm start and saved; the same command goes on", flush=True)
           return
-        state, step = update.init_state(mesh, model, params, optimizer, with_reference=True), 0
-        phases.evaluate_start(config, state.params, world, judge, writer, workdir)
-        checkpointer.save(0, state, force=True)
+        state, step = weights.begin(params), 0
+        phases.evaluate_start(config, weights.policy(state), world, judge, writer, workdir)
+        checkpointer.save(0, weights.at_rest(state), force=True)
 
       ###  The loop  ###
       clock = time.perf_counter()
       with Progress(config.num_steps, "training steps", done=step) as progress:
         while step < config.num_steps and not stop.asked:
           start, searched = time.perf_counter(), world.retriever.seconds
-          sampler.load(state.params, step)
-          groups = loop.collect(
-              world.questions_at(step), sampler=sampler, retriever=world.retriever, tokenizer=world.tokenizer,
-              protocol=world.protocol, limits=world.limits, step=step,
-              samples_per_question=config.rollout.samples_per_question)
+          sampler.load(weights.policy(state), step)
+          try:
+            groups = loop.collect(
+                world.questions_at(step), sampler=sampler, retriever=world.retriever, tokenizer=world.tokenizer,
+                protocol=world.protocol, limits=world.limits, step=step,
+                samples_per_question=config.rollout.samples_per_question)
+          except RetrieverDown:
+            checkpointer.save(step, state, force=True)
+            raise
+          if config.sampler.release:
+            sampler.release()
           rollout_s = time.perf_counter() - start
           reward = [[0.0 if t.fault else rewards.score(t) for t in group] for group in groups]
           row = scoring.rollout_row(groups, reward)
           strata = [assign.assign(group, step=step) for group in groups]
-          batch = batching.collate(groups, packing=build.packing(config), rewards=reward, strata=strata,
+          batch = batching.collate(groups, packing=packing, rewards=reward, strata=strata,
                                    num_strata=assign.num_strata)
           placed, start = batching.place(mesh, batch), time.perf_counter()
           state, stats = jax.block_until_ready(learn(state, placed))
@@ -94,18 +104,18 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
             writer.write_trajectories(step, worlds.records(world, groups, reward, strata, advantage))
           last = step == config.num_steps
           if last or config.eval.every and step % config.eval.every == 0:
-            phases.evaluate_at(config, state.params, world, judge, writer, workdir, step)
+            phases.evaluate_at(config, weights.policy(state), world, judge, writer, workdir, step)
           # After all of the step's rows: a run killed before this repeats the step, one killed after it has them.
-          checkpointer.save(step, state, force=last)
+          checkpointer.save(step, weights.at_rest(state), force=last)
           progress.update(1, note=f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}")
           if int(state.skipped_in_a_row) >= MOST_SKIPPED:
-            checkpointer.save(step, state, force=True)
+            checkpointer.save(step, weights.at_rest(state), force=True)
             raise RuntimeError(
                 f"{MOST_SKIPPED} updates in a row had no finite loss or gradient, the last at step {step}; the parameters "
                 f"of step {step - MOST_SKIPPED} are kept. A lower --config.optimizer.learning_rate in a new workdir usually helps")
 
       ###  The end, or an orderly stop  ###
-      checkpointer.save(step, state, force=True)
+      checkpointer.save(step, weights.at_rest(state), force=True)
       if stop.asked:
         print(f"stopped at step {step} of {config.num_steps} and saved; the same command goes on", flush=True)
     print(f"report: {report.write(workdir)}", flush=True)
@@ -122,12 +132,16 @@ def main(_) -> None:
     sys.exit(f"{error}")
   try:
     check_config(workdir, json.loads(config.to_json()))
+    retrievers.check_same(workdir, world.retriever)
   except ValueError as error:
     sys.exit(f"{error}")
   except OSError as error:
     sys.exit(f"--workdir={workdir} can't be used as a folder to write to: {error}")
   phases.enable_compilation_cache()
-  train(config, workdir, world, stop)
+  try:
+    train(config, workdir, world, stop)
+  except RetrieverDown as error:
+    sys.exit(f"{error}")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments import build, retrievers
 from stratified import batching, metrics
 from stratified.data import demonstrations, encyclopedia, questions as generated, readers, tokenizer as tokenizers
 from stratified.retrieval.bm25 import BM25
-from stratified.retrieval.corpus import read_corpus
-from stratified.rollout import loop, tags
+from stratified.retrieval.corpus import Passage, read_corpus
+from stratified.rollout import chat, loop, methods, tags
 from stratified.rollout.limits import Limits
 from stratified.types import Question
 
@@ -41,6 +42,10 @@ class Timed:
   def __init__(self, retriever):
     self._retriever, self.seconds, self.queries = retriever, 0.0, 0
 
+  @property
+  def manifest(self) -> dict:
+    return self._retriever.manifest
+
   def search(self, queries, topk):
     start = time.perf_counter()
     try:
@@ -50,7 +55,12 @@ class Timed:
       self.queries += len(queries)
 
 
-PROTOCOLS = {"short": tags.short, "search_r1": tags.search_r1, "few_shot": tags.few_shot}
+PROTOCOLS = {"short": tags.short, "search_r1": tags.search_r1, "few_shot": tags.few_shot} | methods.PROTOCOLS
+
+
+def protocol(config) -> tags.SearchTags:
+  render = chat.load(config.policy.checkpoint).user if config.rollout.chat_template else None
+  return PROTOCOLS[config.rollout.protocol](render=render)
 
 
 def world(config) -> World:
@@ -61,14 +71,15 @@ def _encyclopedia_world(config) -> World:
   d = config.data
   settings = encyclopedia_settings(d)
   first, second = (encyclopedia.make(settings, seed) for seed in (config.seed, config.seed + SECOND_SEED))
-  search = Timed(BM25(first.passages))
+  search = Timed(retrievers.open_retriever(config, lambda: first.passages))
 
   def held_out(count):
     ask = lambda book: generated.held_out_questions(book, seed=config.seed, count=count, hop_shares=d.hop_shares)
+    # A server or an index holds the first encyclopedia alone.
     return {"held_out": (ask(first), search), "second_encyclopedia": (ask(second), BM25(second.passages))}
 
   return World(
-      tokenizer=tokenizers.build(), protocol=PROTOCOLS[config.rollout.protocol](), limits=limits(config), retriever=search,
+      tokenizer=tokenizers.build(), protocol=protocol(config), limits=limits(config), retriever=search,
       questions_at=lambda step: generated.training_questions(
           first, seed=config.seed, step=step, count=d.questions_per_step, hop_shares=d.hop_shares),
       held_out=held_out)
@@ -77,18 +88,33 @@ def _encyclopedia_world(config) -> World:
 def _file_world(config) -> World:
   d = config.data
   train = readers.read_questions(path_of(d.questions), split=d.split or None)
-  search = Timed(BM25(read_corpus(path_of(d.corpus)), cache_dir=pathlib.Path(".cache/bm25")))
+  search = Timed(retrievers.open_retriever(config, lambda: passages(config)))
 
   def held_out(count):
-    questions = readers.read_questions(path_of(d.questions), split=d.held_out_split or None)
+    questions = evaluation_questions(config)
     # The same questions each time, drawn over all sets: their order is that of step 0 of a fixed seed.
     return {"held_out": (readers.questions_at(questions, seed=0, step=0, count=min(count, len(questions))), search)}
 
   return World(
       tokenizer=tokenizers.Tokenizer.from_file(str(pathlib.Path(config.policy.checkpoint) / "tokenizer.json")),
-      protocol=PROTOCOLS[config.rollout.protocol](), limits=limits(config), retriever=search,
+      protocol=protocol(config), limits=limits(config), retriever=search,
       questions_at=lambda step: readers.questions_at(train, seed=config.seed, step=step, count=d.questions_per_step),
       held_out=held_out)
+
+
+def evaluation_questions(config) -> list[Question]:
+  """All questions from files that training does not see."""
+  d = config.data
+  if d.evaluation:
+    return readers.read_questions(path_of(d.evaluation))
+  return readers.read_questions(path_of(d.questions), split=d.held_out_split or None)
+
+
+def passages(config) -> list[Passage]:
+  """What the agent searches: the pages of the encyclopedia, or the passages of the corpus file."""
+  if config.data.name == "encyclopedia":
+    return encyclopedia.make(encyclopedia_settings(config.data), config.seed).passages
+  return read_corpus(path_of(config.data.corpus))
 
 
 def path_of(value: str) -> pathlib.Path:
@@ -125,8 +151,7 @@ def demonstration_batches(config, world_: World):
   has no page of the world that it is trained and tested in to learn by heart. Common knowledge is the same everywhere.
   """
   w, d = config.warm_start, config.data
-  shape = batching.Packing.for_rollouts(
-      w.demonstrations_per_step, length=config.packing.row_length, rows=config.packing.rows)
+  shape = build.packing(config, build.mesh_of(config), w.demonstrations_per_step)
   script_config = demonstration_config(config)
 
   @functools.cache

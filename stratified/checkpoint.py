@@ -15,7 +15,9 @@ import orbax.checkpoint as ocp
 from stratified.metrics import flatten, write_atomic
 
 # What a run may change when it resumes: none of these alters a number that it computes.
-FREE_KEYS = ("mesh.*", "logging.*", "checkpoint.every")
+FREE_KEYS = (
+    "mesh.*", "logging.*", "checkpoint.every", "retriever.url", "retriever.timeout_s", "retriever.retries",
+    "retriever.give_up_s", "retriever.queries_per_request", "retriever.in_flight", "retriever.cache")
 
 
 def abstract(tree: Any) -> Any:
@@ -100,6 +102,42 @@ class Checkpointer:
 
   def __exit__(self, *unused) -> None:
     self.close()
+
+
+def restore_part(workdir: str | os.PathLike, abstract_part: Mapping[str, Any],
+                 step: int | None = None) -> tuple[dict[str, Any], int] | None:
+  """({field: tree}, step) of some fields of the saved state: the rest is not read. None where nothing is saved.
+
+  Args:
+    abstract_part: field of the state -> its tree of jax.ShapeDtypeStruct.
+    step: which checkpoint; the newest unless given.
+
+  Raises:
+    ValueError: there is no such step (those that are there are named), or these fields hold other arrays, or the
+      checkpoint is damaged.
+  """
+  path = pathlib.Path(workdir).absolute() / "checkpoints"
+  absl_logging.get_absl_logger().addFilter(_worth_hearing)
+  steps = sorted(ocp.utils.checkpoint_steps(path)) if path.is_dir() else []
+  if not steps:
+    return None
+  if step is not None and step not in steps:
+    raise ValueError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+  step, part = steps[-1] if step is None else step, dict(abstract_part)
+  path = path / str(step)
+  try:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(default=ocp.PyTreeCheckpointHandler())) as reader:
+      saved = reader.metadata(path).item_metadata["default"].tree
+      differences = _differences(_arrays({name: saved.get(name) for name in part}), _arrays(part))
+      if not differences:
+        wanted = ocp.args.PyTreeRestore(
+            part, restore_args=ocp.checkpoint_utils.construct_restore_args(part), partial_restore=True)
+        return reader.restore(path, args=ocp.args.Composite(default=wanted))["default"], step
+  except Exception as error:
+    raise ValueError(f"the checkpoint {path} is damaged ({type(error).__name__}: {str(error)[:300]}); "
+                     "name another step, or remove that folder") from error
+  raise ValueError(f"the checkpoint {path} is of another model:\n" + "\n".join(differences) +
+                   "\nUse the config that it was saved with.")
 
 
 def _arrays(tree: Any) -> dict[str, str]:

@@ -17,6 +17,7 @@ RULES = {
     "row": ("data", "fsdp"),
     "width": "fsdp",
     "vocabulary": "tensor",
+    "vocabulary_part": ("tensor", "fsdp"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",

@@ -38,11 +38,14 @@ class Segment:
   """A run of token ids of one origin, exactly as sampled (policy) or as fed (prompt, observation).
 
   `log_probs` holds the sampler's log-prob of each token after temperature, policy segments only.
+  `weight_versions` holds the training step whose parameters sampled each token; empty where the sampler keeps
+  one version for a whole generation, which is then the trajectory's.
   """
 
   token_ids: tuple[int, ...]
   origin: Origin
   log_probs: tuple[float, ...] = ()
+  weight_versions: tuple[int, ...] = ()
 
   def __post_init__(self):
     expected = len(self.token_ids) if self.origin == "policy" else 0
@@ -50,6 +53,9 @@ class Segment:
       raise ValueError(
           f"a {self.origin} segment of {len(self.token_ids)} tokens carries {len(self.log_probs)} log-probs; "
           f"it needs {expected}: sampled tokens are never trained on with missing log-probs")
+    if self.weight_versions and len(self.weight_versions) != expected:
+      raise ValueError(f"a {self.origin} segment of {len(self.token_ids)} tokens carries {len(self.weight_versions)} "
+                       f"weight versions; it needs {expected} or none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +87,8 @@ class Trajectory:
   `answer` is the last answer in the policy's own text, None when it gave none. `stop` says what ended the
   rollout: "answer", "turns", "length" or "fault". With `fault` set (the sentence that says what broke) the
   rollout is masked out of every statistic, never scored. `weight_version` is the training step whose
-  parameters sampled it.
+  parameters sampled it. `side_tokens` counts what was sampled beside the rollout (a pass that condenses what
+  was found): part of its cost, no part of its tokens, never trained on.
   """
 
   question: Question
@@ -92,6 +99,13 @@ class Trajectory:
   stop: str = "answer"
   fault: str | None = None
   weight_version: int = 0
+  side_tokens: int = 0
+
+  @property
+  def oldest_weight_version(self) -> int:
+    """The oldest step whose parameters sampled a token of this rollout."""
+    return min((version for segment in self.segments for version in segment.weight_versions),
+               default=self.weight_version)
 
   @property
   def token_ids(self) -> list[int]:

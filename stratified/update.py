@@ -5,7 +5,7 @@ beforehand, so splitting rows differently changes memory and nothing else. The n
 anything is a traced number: short batches cost less, and the step still compiles once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import dataclasses
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ import optax
 
 from stratified import losses, sharding
 from stratified import theory
-from stratified.policy import decoder, log_probs
+from stratified.policy import decoder, log_probs, lora
 from stratified.types import Batch, TrainState
 
 P = jax.P
@@ -58,13 +58,17 @@ def supervised(logp, entropy, reference_logp, advantage, micro):
 
 def make_update(mesh, config: decoder.DecoderConfig, optimizer: optax.GradientTransformation, *, token_loss: TokenLoss,
                 advantage: Callable | None = None, num_strata: int = 1, eps: float = 1e-6, aggregation: str = "token_mean",
-                max_tokens: int = 1, temperature: float = 1.0, chunk: int | None = None):
+                max_tokens: int = 1, temperature: float = 1.0, chunk: int | None = None,
+                adapter: lora.LoraConfig | None = None, host: Collection[str] = ()):
   """The step (state, batch) -> (state, stats) on `mesh`; the state's buffers are reused, so the old one is gone.
 
   It is jitted once; `step.lower(state, batch)` gives what a compiler sees.
 
   advantage: (reward_qk, stratum_qk, valid_qk, step) -> [Q, K]; None gives every trajectory 1 (supervision). eps is the
   estimator's, for the diagnostics.
+  adapter: trains the adapters in state.params beside the frozen weights in state.reference, which are the KL's
+  reference too; None trains every weight.
+  host: the parts of the state ("opt_state", "reference") that lie in the host's memory between steps.
   A non-finite loss or gradient leaves parameters and optimizer as they were and counts in `update/skipped`
   and `state.skipped_in_a_row`. stats["advantage_qk"] is [Q, K], every other entry a float32 scalar.
   """
@@ -72,16 +76,19 @@ def make_update(mesh, config: decoder.DecoderConfig, optimizer: optax.GradientTr
     raise ValueError(f"loss.aggregation={aggregation!r} is unknown; choose one of {losses.AGGREGATIONS}")
 
   def step(state: TrainState, batch: Batch):
+    state = _moved(state, host, jax.memory.Space.Device)
     advantage_qk, stats = _advantages(advantage, num_strata, eps, batch, state.step)
     totals = dict(tokens=(batch.length_qk * batch.valid_qk).sum(), trajectories=batch.valid_qk.sum())
     weigh = functools.partial(losses.token_weights, aggregation=aggregation, max_tokens=max_tokens, **totals)
-    loss_of = _micro_loss(config, token_loss, weigh, state.reference, batch, advantage_qk, temperature, chunk)
+    whole = functools.partial(lora.join, adapter, state.reference) if adapter else lambda params: params
+    loss_of = _micro_loss(config, token_loss, weigh, whole, state.reference, batch, advantage_qk, temperature, chunk)
     gradient, loss, averages, maxima = _accumulate(loss_of, state.params, batch)
     stats |= averages | maxima
     stats["grad/norm"] = optax.global_norm(gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(stats["grad/norm"])
     state = _apply(optimizer, state, gradient, finite)
     stats["update/skipped"] = 1.0 - finite
+    state = _moved(state, host, jax.memory.Space.Host)
     return state, stats | {"advantage_qk": advantage_qk}
 
   return OnMesh(mesh, jax.jit(step, donate_argnums=0))
@@ -103,6 +110,16 @@ class OnMesh:
       return self.jitted.lower(*args)
 
 
+# The parts of a state that may lie in the host's memory.
+HOST_PARTS = ("opt_state", "reference")
+
+
+def _moved(state: TrainState, parts: Collection[str], space) -> TrainState:
+  """The state with the named parts in another memory; scalars stay, they are needed at once."""
+  move = lambda x: jax.device_put(x, space) if x.ndim else x
+  return state._replace(**{part: jax.tree.map(move, getattr(state, part)) for part in parts})
+
+
 def _flat(x_qk):
   """[Q, K] -> [Q K], whole on every device: small, and any row may hold any trajectory's tokens."""
   if not jax.sharding.get_abstract_mesh().empty:
@@ -118,7 +135,7 @@ def _advantages(advantage, num_strata, eps, batch, step):
       batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=num_strata, eps=eps)
 
 
-def _micro_loss(config, token_loss, weigh, reference, batch, advantage_qk, temperature, chunk):
+def _micro_loss(config, token_loss, weigh, whole, reference, batch, advantage_qk, temperature, chunk):
   """(params, micro-batch) -> (loss, (sums, maxima)), additive over micro-batches."""
   per_trajectory = [_flat(x) for x in (advantage_qk, batch.valid_qk, batch.length_qk)]
 
@@ -128,7 +145,7 @@ def _micro_loss(config, token_loss, weigh, reference, batch, advantage_qk, tempe
 
   def loss_of(params, micro):
     advantage, valid, length = (sharding.take(x, micro.trajectory_art, "row", None) for x in per_trajectory)
-    logp, entropy = log_probs_of(params, micro)
+    logp, entropy = log_probs_of(whole(params), micro)
     reference_logp = None
     if reference is not None:
       reference_logp = jax.lax.stop_gradient(log_probs_of(reference, micro)[0])
@@ -173,27 +190,49 @@ def _apply(optimizer, state: TrainState, gradient, finite) -> TrainState:
       skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1))
 
 
-def init_state(mesh, config: decoder.DecoderConfig, params, optimizer, *, with_reference: bool) -> TrainState:
-  """A sharded state at step 0; it takes `params` over (the first update may reuse their memory), the reference is a copy."""
-  axes = decoder.logical_axes(config)
+def init_state(mesh, config: decoder.DecoderConfig, params, optimizer, *, with_reference: bool,
+               adapter: lora.LoraConfig | None = None, seed: int = 0, host: Collection[str] = ()) -> TrainState:
+  """A sharded state at step 0; it takes `params` over (the first update may reuse their memory).
+
+  The reference is a copy in the dtypes that a forward pass reads (`decoder.seen_dtype`).
+  With an adapter `params` become the frozen weights, themselves the reference, and new adapters are what is trained.
+  """
+  place = lambda tree, table: {
+      name: jax.device_put(value, sharding.named(mesh, table[name].axes)) for name, value in tree.items()}
   with jax.set_mesh(mesh):
-    params = {name: jax.device_put(value, sharding.named(mesh, axes[name])) for name, value in params.items()}
+    params, reference = place(params, decoder.weights(config)), None
+    if adapter:
+      new = lora.init(config, adapter, jax.random.key(seed))
+      reference, params = params, place(new, lora.weights(config, adapter))
+    elif with_reference:
+      reference = {name: jnp.array(x, decoder.seen_dtype(config, name), copy=True) for name, x in params.items()}
     opt_state = jax.jit(optimizer.init)(params)
-    reference = jax.tree.map(jnp.copy, params) if with_reference else None
     zero = jax.device_put(jnp.zeros((), jnp.int32), sharding.named(mesh, ()))
-    return TrainState(step=zero, params=params, opt_state=opt_state, reference=reference,
-                      skipped_in_a_row=jnp.copy(zero))
+    state = TrainState(step=zero, params=params, opt_state=opt_state, reference=reference,
+                       skipped_in_a_row=jnp.copy(zero))
+    return _moved(state, host, jax.memory.Space.Host)
 
 
-def abstract_state(mesh, config: decoder.DecoderConfig, optimizer, *, with_reference: bool) -> TrainState:
-  """The state's shapes, dtypes and shardings, nothing allocated: what a checkpoint is restored into."""
+def abstract_state(mesh, config: decoder.DecoderConfig, optimizer, *, with_reference: bool,
+                   adapter: lora.LoraConfig | None = None, host: Collection[str] = ()) -> TrainState:
+  """The state's shapes, dtypes and shardings, nothing allocated: what a checkpoint is restored into.
+
+  With an adapter the checkpoint holds the frozen weights' fingerprint in their place (`lora.fingerprint`).
+  """
   table = decoder.weights(config)
-  params = {name: jax.ShapeDtypeStruct(w.shape, jnp.float32, sharding=sharding.named(mesh, w.axes))
-            for name, w in table.items()}
+  struct = lambda shape, dtype, axes: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.named(mesh, axes))
+  params = {name: struct(w.shape, jnp.float32, w.axes)
+            for name, w in (lora.weights(config, adapter) if adapter else table).items()}
   with jax.set_mesh(mesh):
     shapes = jax.eval_shape(optimizer.init, params)
   opt_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=jax.NamedSharding(mesh, x.sharding.spec if x.sharding else P())), shapes)
-  scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.named(mesh, ()))
-  return TrainState(step=scalar, params=params, opt_state=opt_state, reference=params if with_reference else None,
-                    skipped_in_a_row=scalar)
+  reference = None
+  if with_reference:
+    reference = {name: struct(w.shape, decoder.seen_dtype(config, name), w.axes) for name, w in table.items()}
+  if adapter:
+    reference = struct((len(table), 2), jnp.uint32, ())
+  scalar = struct((), jnp.int32, ())
+  state = TrainState(step=scalar, params=params, opt_state=opt_state, reference=reference, skipped_in_a_row=scalar)
+  there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host"))
+  return state._replace(**{part: jax.tree.map(lambda x: there(x) if x.ndim else x, getattr(state, part)) for part in host})

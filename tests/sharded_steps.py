@@ -3,6 +3,7 @@
     python tests/sharded_steps.py OUT.npz
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -16,7 +17,8 @@ import numpy as np
 import optax
 
 from small_rollouts import OneCharacterEach, collate, decoder_config, parameters, random_groups
-from stratified import advantages, batching, optimizer, sharding, update
+from experiments import compiled
+from stratified import advantages, batching, hlo, optimizer, sharding, update
 from stratified.rollout.jax_sampler import JaxSampler, SamplerConfig
 from stratified.rollout.sampler import Request
 
@@ -73,6 +75,24 @@ def take_step(name, sizes):
   return arrays, facts | {"compilations": step.jitted._cache_size()}
 
 
+def programs():
+  """What the compiled update of a mesh holds and sends, with its logits in chunks and without."""
+  config, mesh, chain = dataclasses.replace(MODELS["tied"], vocab_size=208), sharding.make_mesh(2, 2, 2), optimizer.make(learning_rate=1e-3)
+  state = update.abstract_state(mesh, config, chain, with_reference=True)
+  batch = batching.place(mesh, collate(random_groups(8, 3, vocab=64, longest=21, seed=4), rows=8, length=24, micro=3))
+  found = {}
+  for chunk in (6, 0):
+    step = update.make_update(
+        mesh, config, chain, token_loss=update.policy_gradient(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
+        advantage=advantages.make("blend", num_strata=3, alpha=0.6), num_strata=3, chunk=chunk or None)
+    text = step.lower(state, batch).compile().as_text()
+    packing = batching.Packing(length=24, rows=8, micro=3)
+    found[f"chunk {chunk}"] = {
+        "unexpected": compiled.unexpected(config, mesh.shape, packing, 6, text),
+        "sent": [[each.kind, str(each.array), each.group, each.count] for each in hlo.collectives(text, dynamic=2, num_devices=8)]}
+  return found
+
+
 def main(path):
   arrays, facts = {}, {}
   for name, meshes in MESHES.items():
@@ -80,7 +100,7 @@ def main(path):
       label = f"{name} {'x'.join(map(str, sizes))}"
       found, facts[label] = take_step(name, sizes)
       arrays |= {f"{label}/{key}": value for key, value in found.items()}
-  np.savez(path, facts=json.dumps(facts), **arrays)
+  np.savez(path, facts=json.dumps(facts), programs=json.dumps(programs()), **arrays)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Hugging Face directories: what is read equals what transformers reads, what is written it reads back."""
 
+import contextlib
 import copy
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 import tracemalloc
@@ -21,7 +23,7 @@ import transformers
 import small_models
 from small_models import torch  # skips this file where torch is absent
 from stratified import sharding
-from stratified.policy import decoder, hugging_face
+from stratified.policy import decoder, hugging_face, tensor_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / ".cache/models/smollm2-135m-instruct"
@@ -220,7 +222,7 @@ def test_a_tied_model_may_store_its_embedding_twice_but_not_another_head(model_c
 ON_A_MESH = """
 import sys, jax, numpy as np
 from stratified import sharding
-from stratified.policy import decoder, hugging_face
+from stratified.policy import decoder, hugging_face, tensor_files
 directory, output = sys.argv[1:]
 config = hugging_face.load_config(directory)
 axes, mesh = decoder.logical_axes(config), sharding.make_mesh(data=2, fsdp=2, tensor=2)
@@ -245,6 +247,48 @@ def test_weights_load_onto_a_mesh_of_eight_devices_and_are_saved_from_it(tmp_pat
       [sys.executable, "-c", ON_A_MESH, directory, tmp_path / "out"], check=True, cwd=ROOT, timeout=300,
       env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"})
   assert (tmp_path / "out/model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3-tied"])
+def test_any_rectangle_of_a_weight_is_read_alone(family):
+  """Also one that cuts axes which the directory flattens together, and layers."""
+  directory = small_models.directory(family)
+  config = hugging_face.load_config(directory)
+  whole = jax.device_get(hugging_face.load_params(directory, config))
+  rng = np.random.default_rng(0)
+  with contextlib.ExitStack() as stack:
+    files = tensor_files.open_all(directory, stack)
+    for name, weight in decoder.weights(config).items():
+      for _ in range(8):
+        ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in weight.shape]
+        region = tuple(slice(int(start), int(stop)) for start, stop in ends)
+        found = hugging_face._read(files, name, weight, None, region)
+        np.testing.assert_array_equal(found, whole[name][region], err_msg=f"{name} {region}")
+
+
+def test_a_process_holds_its_own_shards_and_at_most_one_stacked_weight_of_them_beside(tmp_path):
+  """Two processes with four devices each, over which the weights are split: neither ever holds what is the other's."""
+  config = decoder.DecoderConfig(
+      vocab_size=4096, width=512, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=64, mlp_width=2048)
+  hugging_face.save(tmp_path, config, random_params(config))
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  command = [sys.executable, str(ROOT / "tests/loading_process.py"), str(tmp_path), address]
+  # Freed blocks go back to the system at once, so that what is measured is what is held.
+  processes = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}) for i in range(2)]
+  try:
+    results = [process.communicate(timeout=300) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  for process, (out, err) in zip(processes, results):
+    assert process.returncode == 0, err[-3000:]
+    found = json.loads(out.strip().splitlines()[-1])
+    assert found["local"] < 0.51 * found["whole"] and found["whole"] > 100e6
+    # 4 MB of slack: what the interpreter and the runtime allocate beside.
+    assert found["peak"] < found["local"] + found["largest"] + 4 * 2**20, found
 
 
 # Weights out

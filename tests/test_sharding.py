@@ -22,7 +22,7 @@ def steps(tmp_path_factory):
   done = subprocess.run([sys.executable, str(PROGRAM), str(path)], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-3000:]
   arrays = dict(np.load(path))
-  return arrays, json.loads(str(arrays.pop("facts")))
+  return arrays, json.loads(str(arrays.pop("facts"))), json.loads(str(arrays.pop("programs")))
 
 
 def part(steps, label, name):
@@ -39,7 +39,7 @@ def distance(found, expected):
 
 @pytest.mark.parametrize("label", MESHES)
 def test_loss_and_statistics_equal_one_device(steps, label):
-  arrays, facts = steps
+  arrays, facts = steps[:2]
   single = label.split()[0] + " 1x1x1"
   assert facts[label]["num_micro"] == facts[single]["num_micro"] > 1
   names = [key.split("/", 1)[1] for key in arrays if key.startswith(f"{single}/stats/")]
@@ -101,6 +101,28 @@ def test_the_sampler_takes_sharded_parameters(steps, label):
 
 def test_a_second_sharded_step_compiles_nothing(steps):
   assert {facts["compilations"] for facts in steps[1].values()} == {1}
+
+
+def test_the_compiled_update_never_holds_all_logits_nor_gathers_them_or_a_whole_state(steps):
+  assert steps[2]["chunk 6"]["unexpected"] == []
+
+
+def test_what_is_looked_for_is_found_where_logits_are_not_in_chunks(steps):
+  assert any("logits of all local tokens" in fault for fault in steps[2]["chunk 0"]["unexpected"])
+
+
+def test_collectives_of_the_update_are_the_expected_ones(steps):
+  """Weights are gathered layer by layer along `fsdp` (width 32) and gradients summed; nothing else is large."""
+  sent = steps[2]["chunk 6"]["sent"]
+  gathered = {array for kind, array, _, _ in sent if kind == "all-gather"}
+  # q and k, v (whole width, half the heads), gate and up, down: each device's `tensor` part, whole along `fsdp`
+  for weight in ("f32[32,2,8]", "f32[32,32]"):
+    assert any(array.replace("f32[1,", "f32[") == weight for array in gathered), (weight, gathered)
+  sizes = {(kind, array): np.prod([int(n) for n in array.split("[")[1][:-1].split(",") if n] or [1])
+           for kind, array, _, _ in sent}
+  assert max(size for (kind, _), size in sizes.items() if kind == "all-gather") <= 208 * 32
+  assert any(kind in ("all-reduce", "reduce-scatter") and sizes[kind, array] >= 32 * 32 // 4 for kind, array, _, _ in sent)
+  assert any(kind == "all-to-all" for kind, *_ in sent), "the embedding's rows are exchanged for columns"
 
 
 # --- The mesh and the table ---

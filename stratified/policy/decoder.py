@@ -109,13 +109,14 @@ class Decoder(nnx.Module):
 
   def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
     for name, weight in weights(config).items():
-      setattr(self, name, nnx.Param(_initial(weight, rngs.params()), logical_axes=weight.axes))
+      setattr(self, name, nnx.Param(initial(weight, rngs.params()), logical_axes=weight.axes))
 
   def params(self) -> Params:
     return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
 
-def _initial(weight: Weight, key) -> jax.Array:
+def initial(weight: Weight, key) -> jax.Array:
+  """A weight at its start, in float32 (see `Weight`)."""
   if weight.scale is None:
     return jnp.ones(weight.shape, jnp.float32)
   return weight.scale * jax.random.truncated_normal(key, -2, 2, weight.shape, jnp.float32) / 0.8796
@@ -130,31 +131,51 @@ def logical_axes(config: DecoderConfig) -> dict[str, tuple[str | None, ...]]:
   return {name: weight.axes for name, weight in weights(config).items()}
 
 
-def _layer_names(config):
-  return [name for name, weight in weights(config).items() if weight.axes[0] == "layers"]
+# The linear layers, and how many dimensions after `layers` their input takes.
+LINEAR = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
+
+
+def adapter_weights(config: DecoderConfig, target: str, rank: int) -> dict[str, Weight]:
+  """The two low-rank factors of a linear layer's adapter: A [layers, inputs ..., rank], B [layers, rank, outputs ...].
+
+  Each keeps the axes of the layer that it shares; the rank is whole everywhere. A starts at random, B at zero.
+  """
+  weight, inputs = weights(config)[target], 1 + LINEAR[target]
+  shape, axes = weight.shape, weight.axes
+  return {
+      f"{target}_a": Weight((*shape[:inputs], rank), (*axes[:inputs], None), 1 / math.sqrt(math.prod(shape[1:inputs]))),
+      f"{target}_b": Weight((shape[0], rank, *shape[inputs:]), (axes[0], None, *axes[inputs:]), 0.0),
+  }
+
+
+def _layer_axes(config, params) -> dict[str, tuple[str | None, ...]]:
+  """Logical axes of every stacked weight in `params`, adapters among them."""
+  axes = logical_axes(config)
+  for target in LINEAR:
+    if f"{target}_a" in params:
+      axes |= {name: weight.axes for name, weight in adapter_weights(config, target, 1).items()}
+  return {name: of for name, of in axes.items() if of[0] == "layers"}
 
 
 def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment_rt) -> jax.Array:
   """Final normed hidden states [R, T, D] of packed rows; a token attends to earlier tokens of its own segment.
 
-  Segment 0 is padding: what comes out there means nothing.
+  Segment 0 is padding: what comes out there means nothing. `params` may hold adapters beside the weights (`lora.join`).
   """
-  axes = logical_axes(config)
-  names = _layer_names(config)
+  axes = _layer_axes(config, params)
   token_rt, position_rt, segment_rt = (sharding.constrain(x, "row", None) for x in (token_rt, position_rt, segment_rt))
   sin, cos = rotary(config, position_rt)
-  mask = attention.packed_mask(segment_rt)
+  context = attention.context(segment_rt, config.attention)
 
   def layer(x, w):
-    w = {name: sharding.gathered(w[name].astype(config.dtype), axes[name][1:]) for name in names}
     q, k, v = project(config, w, x, sin, cos)
-    x = x + finish(w, attention.packed(q, k, v, mask, config.attention))
+    x = x + finish(w, attention.packed(q, k, v, context, config.attention))
     return sharding.constrain(x + mlp(config, w, x), "row", None, None), None
 
   if REMAT[config.remat]:
     layer = jax.checkpoint(layer, policy=REMAT[config.remat])
-  x = lookup(params["embed"], token_rt).astype(config.dtype)
-  x, _ = jax.lax.scan(layer, x, {name: params[name] for name in names}, unroll=config.unroll)
+  x = lookup(params["embed"], token_rt, config.dtype)
+  x, _ = jax.lax.scan(layer, x, {name: params[name] for name in axes}, unroll=config.unroll)
   return norm(x, params["final_norm"], config.norm_eps)
 
 
@@ -170,10 +191,15 @@ def empty_cache(config: DecoderConfig, lanes: int, length: int) -> Cache:
   return Cache(make(config.head_dim, length), make(length, config.head_dim))
 
 
+def seen_dtype(config: DecoderConfig, name: str) -> str:
+  """The dtype that a forward pass reads a weight in: norms and biases are few and stay float32."""
+  return "float32" if name.endswith(("_norm", "_bias")) else config.dtype
+
+
 def unstack(config: DecoderConfig, params: Params) -> Params:
-  """Parameters for `extend`: computed dtype, layers as a tuple of trees, since unrolled layers decode faster."""
-  names = _layer_names(config)
-  cast = {name: value.astype(config.dtype) for name, value in params.items()}
+  """Parameters for `extend`: the dtypes of a forward pass, layers as a tuple of trees, since unrolled layers decode faster."""
+  names = _layer_axes(config, params)
+  cast = {name: value.astype(seen_dtype(config, name)) for name, value in params.items()}
   layers = tuple({name: cast[name][i] for name in names} for i in range(config.num_layers))
   return {name: value for name, value in cast.items() if name not in names} | {"layers": layers}
 
@@ -202,54 +228,90 @@ def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: 
 def project(config: DecoderConfig, w, x, sin, cos):
   """Queries [., T, H, K], keys and values [., T, G, K] of a layer's input, positions rotated in."""
   y = norm(x, w["attention_norm"], config.norm_eps)
-  q, k, v = (jnp.einsum("rtd,dhk->rthk", y, w[name]) for name in ("q", "k", "v"))
+  q, k, v = (apply(w, name, y) for name in ("q", "k", "v"))
   if config.qkv_bias:
-    q, k, v = q + w["q_bias"], k + w["k_bias"], v + w["v_bias"]
+    # In the bias's own dtype, so that its gradient is summed in it.
+    q, k, v = ((z + w[f"{name}_bias"]).astype(z.dtype) for z, name in ((q, "q"), (k, "k"), (v, "v")))
   if config.qk_norm:
     q, k = norm(q, w["q_norm"], config.norm_eps), norm(k, w["k_norm"], config.norm_eps)
   return rotate(q, sin, cos), rotate(k, sin, cos), v
 
 
 def finish(w, mixed_rthk):
-  return jnp.einsum("rthk,hkd->rtd", mixed_rthk, w["o"], out_sharding=_activation())
+  return apply(w, "o", mixed_rthk)
 
 
 def mlp(config: DecoderConfig, w, x):
   y = norm(x, w["mlp_norm"], config.norm_eps)
-  hidden_rtf = jax.nn.silu(product(y, w["gate"])) * product(y, w["up"])
-  return jnp.einsum("rtf,fd->rtd", hidden_rtf, w["down"], out_sharding=_activation())
+  return apply(w, "down", jax.nn.silu(apply(w, "gate", y)) * apply(w, "up", y))
 
 
-@jax.custom_vjp
-def product(x_rtd, w_df):
-  """x w, with the weight's gradient written as x^T g.
+# Logical axes of each linear layer's weight, inputs first.
+AXES = {"q": ("width", "heads", "head_dim"), "k": ("width", "kv_heads", "head_dim"), "v": ("width", "kv_heads", "head_dim"),
+        "o": ("heads", "head_dim", "width"), "gate": ("width", "mlp"), "up": ("width", "mlp"), "down": ("mlp", "width")}
 
-  What differentiation writes is (g^T x)^T. XLA's CPU backend then computes g, here the whole derivative of the
-  gated unit, a second time into a transposed copy, against the order of memory: an MLP's forward and backward pass
+
+def apply(w, name: str, x):
+  """x W, plus (x A) B where the layer has an adapter: two thin products, the matrix A B is never made."""
+  inputs, y = LINEAR[name], linear(x, w[name], AXES[name])
+  if f"{name}_a" not in w:
+    return y
+  low_rtz = linear(x, w[f"{name}_a"], (*AXES[name][:inputs], None))
+  return y + linear(low_rtz, w[f"{name}_b"], (None, *AXES[name][inputs:]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x, w, axes: tuple[str | None, ...]):
+  """x W of activations x [R, T, inputs ...] and a master weight W [inputs ..., outputs ...] as it lies on the mesh.
+
+  The weight is cast to x's dtype first and gathered along `fsdp` after that. Its gradient is summed in the master's
+  own dtype, over the tokens and over the devices, and each device keeps its part. It is written as x^T g: what
+  differentiation writes is (g^T x)^T, for which XLA's CPU backend computes g, the whole derivative of the gated
+  unit, a second time into a transposed copy against the order of memory, and an MLP's forward and backward pass
   takes 1.8 times as long (8 rows of 192 tokens, width 128, MLP width 384).
   """
-  return jnp.einsum("rtd,df->rtf", x_rtd, w_df)
+  ins, outs = _letters(x, w)
+  return jnp.einsum(f"rt{ins},{ins}{outs}->rt{outs}", x, _for_product(x, w, axes),
+                    out_sharding=_of_activation(axes[len(ins):]))
 
 
-def _product_backward(saved, g_rtf):
-  x_rtd, w_df = saved
-  like = lambda x: None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding
-  return (jnp.einsum("rtf,df->rtd", g_rtf, w_df, out_sharding=like(x_rtd)),
-          jnp.einsum("rtd,rtf->df", x_rtd, g_rtf, out_sharding=like(w_df)))
+def _linear_forward(x, w, axes):
+  return linear(x, w, axes), (x, w)
 
 
-product.defvjp(lambda x_rtd, w_df: (product(x_rtd, w_df), (x_rtd, w_df)), _product_backward)
+def _linear_backward(axes, saved, g):
+  x, w = saved
+  ins, outs = _letters(x, w)
+  meshed = not jax.sharding.get_abstract_mesh().empty
+  like = lambda value: jax.typeof(value).sharding if meshed else None
+  return (jnp.einsum(f"rt{outs},{ins}{outs}->rt{ins}", g, _for_product(x, w, axes), out_sharding=like(x)),
+          jnp.einsum(f"rt{ins},rt{outs}->{ins}{outs}", x, g, preferred_element_type=w.dtype, out_sharding=like(w)))
 
 
-def _activation():
-  return None if jax.sharding.get_abstract_mesh().empty else sharding.spec("row", None, None)
+linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _letters(x, w):
+  inputs = x.ndim - 2
+  return "ab"[:inputs], "yz"[:w.ndim - inputs]
+
+
+def _for_product(x, w, axes):
+  return sharding.gathered(w.astype(x.dtype), axes)
+
+
+def _of_activation(axes):
+  """The sharding of an activation with these axes after rows and tokens; its width is whole."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return None
+  return sharding.spec("row", None, *(None if axis == "width" else axis for axis in axes))
 
 
 def norm(x, scale, eps):
   """RMSNorm in float32: x / sqrt(mean(x^2) + eps) * scale."""
   y = x.astype(jnp.float32)
   y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-  return y.astype(x.dtype) * scale.astype(x.dtype)
+  return (y * scale).astype(x.dtype)
 
 
 def rotary(config: DecoderConfig, position_rt):
@@ -286,19 +348,21 @@ def logits(config: DecoderConfig, params: Params, hidden_btd) -> jax.Array:
   return jnp.einsum("btd,vd->btv", hidden_btd, weight, preferred_element_type=jnp.float32)
 
 
-def lookup(embed_vd, token_rt):
-  """Rows of the embedding; where the vocabulary is sharded each device looks up what it holds, then they add."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    return embed_vd[token_rt]
-  embed_vd = sharding.gathered(embed_vd, ("vocabulary", "width"))
+def lookup(embed_vd, token_rt, dtype):
+  """Rows of the embedding in `dtype`, [R, T, D].
 
-  @functools.partial(jax.shard_map, in_specs=(sharding.spec("vocabulary", None), sharding.spec("row", None)),
+  Each device looks up all tokens of its `fsdp` group in the part of the table that it holds, and they exchange rows
+  for columns: what travels is the activations, never the table or its gradient.
+  """
+  if jax.sharding.get_abstract_mesh().empty:
+    return embed_vd[token_rt].astype(dtype)
+
+  @functools.partial(jax.shard_map, in_specs=(sharding.spec("vocabulary", "width"), sharding.spec("row", None)),
                      out_specs=sharding.spec("row", None, None))
   def local(embed, token):
-    index = token - jax.lax.axis_index("tensor") * embed.shape[0]
+    index = jax.lax.all_gather(token, "fsdp", tiled=True) - jax.lax.axis_index("tensor") * embed.shape[0]
     here = (index >= 0) & (index < embed.shape[0])
-    rows = jnp.where(here[..., None], embed[jnp.clip(index, 0, embed.shape[0] - 1)], 0)
-    return jax.lax.psum(rows, "tensor")
+    columns = jnp.where(here[..., None], embed[jnp.clip(index, 0, embed.shape[0] - 1)], 0).astype(dtype)
+    return jax.lax.all_to_all(jax.lax.psum(columns, "tensor"), "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
   return local(embed_vd, token_rt)

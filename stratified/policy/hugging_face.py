@@ -10,6 +10,7 @@ keeps heads and head dimensions as axes of their own, [layers, inputs ..., outpu
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -22,10 +23,10 @@ import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 
-from stratified.policy import decoder
+from stratified.policy import decoder, tensor_files
 from stratified.policy.hugging_face_config import config_json, load_config
+from stratified.policy.tensor_files import DTYPES
 
 # Decoder's name -> the directory's name ({n} is the layer), and how many of the decoder's leading axes (after
 # `layers`) are a projection's inputs; 0: no projection, same order of axes on both sides.
@@ -49,9 +50,6 @@ NAMES = {
     "head": ("lm_head.weight", 0),
 }
 
-# safetensors' code of each dtype that is read, and of each that is written.
-DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
-
 Path = str | os.PathLike
 
 # What a tokenizer may consist of, and the generation settings that belong to it.
@@ -69,44 +67,29 @@ def load_params(directory: Path, config: decoder.DecoderConfig, *, dtype=None,
 
   dtype: of the result; None keeps the directory's (a stack whose layers differ takes the wider).
   sharding_of: the sharding to put each named weight on; None is the default device.
-  On the host there is at most one stacked weight at a time beside the result.
+  Only what this process's devices hold of a weight is read, one device's part after the other: on the host there is
+  never more than one such part beside the result.
   Raises FileNotFoundError where a file is missing; ValueError where one is truncated, or a tensor is missing,
   has another shape than `config` says, is quantised, or has no place in the decoder. All of it before any
   weight is read.
   """
   directory = pathlib.Path(directory)
   with contextlib.ExitStack() as stack:
-    files = _open(directory, stack)
+    files = tensor_files.open_all(directory, stack)
     _check_tensors(directory, config, files)
     params = {}
     for name, weight in decoder.weights(config).items():
-      host = _read(files, name, weight, dtype)
-      params[name] = _place(host, sharding_of(name) if sharding_of else None)
-      del host
-      gc.collect(0)  # jax lets go of a buffer it has copied at Python's next collection, however small
+      sharding = sharding_of(name) if sharding_of else None
+      params[name] = _placed(functools.partial(_read, files, name, weight, dtype), weight.shape, sharding)
     return params
 
 
-def _open(directory, stack) -> dict[str, Any]:
-  """Tensor name -> the open file that holds it, from model.safetensors or from the shards of its index."""
-  single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-  if single.is_file():
-    shards = [single]
-  elif index.is_file():
-    shards = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-  else:
-    raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}; convert weights of "
-                            "another format with transformers' save_pretrained first")
-  files = {}
-  for path in shards:
-    if not path.is_file():
-      raise FileNotFoundError(f"{path} is in {index.name} and does not exist; copy or download it again")
-    try:
-      file = stack.enter_context(safetensors.safe_open(path, framework="np"))
-    except safetensors.SafetensorError as error:
-      raise ValueError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
-    files |= dict.fromkeys(file.keys(), file)
-  return files
+def stored_dtypes(directory: Path) -> dict[str, str]:
+  """Tensor name -> the name of its dtype, as a directory has them; for `save` to write the same."""
+  with contextlib.ExitStack() as stack:
+    files = tensor_files.open_all(pathlib.Path(directory), stack)
+    codes = {stored: file.get_slice(stored).get_dtype() for stored, file in files.items()}
+    return {stored: jnp.dtype(DTYPES[code]).name for stored, code in codes.items() if code in DTYPES}
 
 
 def _stored(config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -152,8 +135,7 @@ def _check_tensors(directory, config, files) -> None:
   extra = [name for name in sorted(set(files) - set(expected)) if not name.endswith("rotary_emb.inv_freq")]
   if config.tied_embeddings and "lm_head.weight" in extra:
     extra.remove("lm_head.weight")
-    if not np.array_equal(files["lm_head.weight"].get_tensor("lm_head.weight"),
-                          files[NAMES["embed"][0]].get_tensor(NAMES["embed"][0])):
+    if not _equal(files, "lm_head.weight", NAMES["embed"][0]):
       raise ValueError(f"{directory} has an lm_head.weight other than its embedding, though its config.json "
                        "says tie_word_embeddings=true; set it to false, or remove the tensor")
   if extra:
@@ -161,56 +143,107 @@ def _check_tensors(directory, config, files) -> None:
                      "first; its config.json and its weights don't belong together")
 
 
-def _read(files, name, weight, dtype) -> np.ndarray:
-  parts = list(_parts(name, weight))
+def _equal(files, first, second) -> bool:
+  """Whether two stored matrices are equal, compared a few rows at a time."""
+  a, b = (files[name].get_slice(name) for name in (first, second))
+  if a.get_shape() != b.get_shape():
+    return False
+  rows, columns = a.get_shape()
+  step = max(1, 2**20 // columns)
+  cuts = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+  return all(np.array_equal(a[cut], b[cut]) for cut in cuts)
+
+
+def _read(files, name, weight, dtype, region: tuple[slice, ...]) -> np.ndarray:
+  """A rectangle of a stacked weight; of each stored tensor no more is read than the block that holds its part."""
+  parts = [stored for _, stored in _parts(name, weight)]
   if dtype is None:
-    dtype = jnp.result_type(*{DTYPES[files[stored].get_slice(stored).get_dtype()] for _, stored in parts})
-  host = np.empty(weight.shape, dtype)
-  for index, stored in parts:
-    tensor = files[stored].get_tensor(stored)
-    host[index] = (tensor.T if NAMES[name][1] else tensor).reshape(_part_shape(weight))
+    dtype = jnp.result_type(*{DTYPES[files[stored].get_slice(stored).get_dtype()] for stored in parts})
+  if weight.axes[0] != "layers":
+    return _read_part(files, name, weight, parts[0], region).astype(dtype, copy=False)
+  layers, region = parts[region[0]], region[1:]
+  host = np.empty((len(layers), *(cut.stop - cut.start for cut in region)), dtype)
+  for row, stored in zip(host, layers):
+    row[...] = _read_part(files, name, weight, stored, region)
   return host
 
 
-def _place(host, sharding) -> jax.Array:
+def _read_part(files, name, weight, stored, region) -> np.ndarray:
+  """A rectangle of one stored tensor, in the decoder's order of axes.
+
+  The directory flattens a projection's outputs into rows, its inputs into columns, and a bias into a vector: a cut of
+  the first of the axes flattened together is a cut there, one of the others is made in what was read.
+  """
+  shape, inputs = _part_shape(weight), NAMES[name][1]
+  leading = {0, inputs} if inputs or name.endswith("_bias") else set(range(len(shape)))
+  sizes = [cut.stop - cut.start if axis in leading else size for axis, (size, cut) in enumerate(zip(shape, region))]
+  cuts = []
+  for axis in sorted(leading):
+    last = min((other for other in leading if other > axis), default=len(shape))
+    stride = math.prod(shape[axis + 1:last])
+    cuts.append(slice(region[axis].start * stride, region[axis].stop * stride))
+  tensor = files[stored].get_slice(stored)
+  block = tensor[tuple(cuts[::-1])].T if inputs else tensor[tuple(cuts)]
+  return block.reshape(sizes)[tuple(slice(None) if axis in leading else cut for axis, cut in enumerate(region))]
+
+
+def _placed(read: Callable[[tuple[slice, ...]], np.ndarray], shape, sharding) -> jax.Array:
+  """The array whose parts on this process's devices are what `read` gives; a part on several is read once."""
+  bounded = lambda index: tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
   if sharding is None:
-    value = jax.device_put(host)
-  else:
-    value = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-  return jax.block_until_ready(value)  # a transfer under way would keep its buffer on the host
+    return _on_device(read(bounded([slice(None)] * len(shape))), None)
+  holders: dict[tuple, list] = {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    holders.setdefault(tuple((cut.start, cut.stop) for cut in bounded(index)), []).append(device)
+  shards = []
+  for bounds, devices in holders.items():
+    host = read(tuple(slice(*bound) for bound in bounds))
+    shards += [_on_device(host, device) for device in devices]
+    del host
+  return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def save(directory: Path, config: decoder.DecoderConfig, params: decoder.Params, *, dtype: str = "float32",
-         tokenizer_files: Path | Iterable[Path] | None = None,
-         extra: Mapping[str, Any] | None = None) -> None:
+def _on_device(host, device) -> jax.Array:
+  value = jax.block_until_ready(jax.device_put(host, device))  # a transfer under way would keep its buffer on the host
+  del host
+  gc.collect(0)  # jax lets go of a buffer it has copied at Python's next collection, however small
+  return value
+
+
+def save(directory: Path, config: decoder.DecoderConfig, params: decoder.Params, *,
+         dtype: str | Mapping[str, str] = "float32", tokenizer_files: Path | Iterable[Path] | None = None,
+         extra: Mapping[str, Any] | None = None, shard_bytes: int | None = None) -> None:
   """Writes config.json and model.safetensors, which transformers, vLLM and SGLang load.
 
-  dtype: float32, bfloat16 or float16; a value that it can't hold, or that is not finite, is refused.
+  dtype: float32, bfloat16 or float16, of all or by the tensor's name there (`stored_dtypes`); a value that it can't
+    hold, or that is not finite, is refused.
   tokenizer_files: files to copy, or the model directory the weights came from: then its tokenizer, chat
     template, generation settings, token ids and longest position are taken over.
   extra: further keys of config.json (eos_token_id, max_position_embeddings, ...).
-  The weights are written one layer at a time and appear under their name when they are whole. With several
+  shard_bytes: the most that a file holds; the weights are then several files with an index. None is one file.
+  The weights are written one layer at a time and appear under their names when they are whole. With several
   processes every one must call; the first writes.
   """
   directory = pathlib.Path(directory)
-  codes = {jnp.dtype(value).name: code for code, value in DTYPES.items()}
-  if dtype not in codes:
-    raise ValueError(f"dtype={dtype!r} can't be saved; choose one of {', '.join(codes)}")
+  stored = {name: shape for _, name, shape in _stored(config)}
+  dtypes = dict.fromkeys(stored, dtype) if isinstance(dtype, str) else {name: dtype.get(name, "float32") for name in stored}
+  tensor_files.check_dtypes(sorted(set(dtypes.values())))
   table = decoder.weights(config)
   wrong = sorted(set(params) ^ set(table)) or [n for n, w in table.items() if params[n].shape != w.shape]
   if wrong:
     raise ValueError(f"params don't belong to this config: {', '.join(wrong)} missing, unknown or of another "
                      "shape; merge adapters first")
-  raw = config_json(config, dtype)  # before anything is written: it refuses what no family can express
+  main = max(dtypes.values(), key=list(dtypes.values()).count)
+  raw = config_json(config, main)  # before anything is written: it refuses what no family can express
   files, kept = _tokenizer(tokenizer_files)
-  tensors = stored_tensors(config, params, dtype)
+  tensors = stored_tensors(config, params, dtypes)
   if jax.process_index():
     for _ in tensors:
       pass
     return
   directory.mkdir(parents=True, exist_ok=True)
-  _write_safetensors(directory / "model.safetensors", codes[dtype], jnp.dtype(dtype).itemsize,
-                     {stored: shape for _, stored, shape in _stored(config)}, tensors)
+  specs = {name: tensor_files.Spec(shape, dtypes[name]) for name, shape in stored.items()}
+  tensor_files.write_model(directory, specs, tensors, shard_bytes)
   for file in files:
     if file.resolve().parent != directory.resolve():
       shutil.copy(file, directory / file.name)
@@ -234,40 +267,20 @@ def _tokenizer(files) -> tuple[list[pathlib.Path], dict[str, Any]]:
 
 
 def stored_tensors(config: decoder.DecoderConfig, params: decoder.Params,
-                   dtype: str = "float32") -> Iterator[tuple[str, np.ndarray]]:
+                   dtype: str | Mapping[str, str] = "float32") -> Iterator[tuple[str, np.ndarray]]:
   """(name, tensor on the host) in the directory's layout, one by one, of anything shaped like the params."""
   for name, weight in decoder.weights(config).items():
     shape = _stored_shape(name, weight)
     for index, stored in _parts(name, weight):
       # A slice or a copy: an array on a device keeps what was fetched from it on the host while it lives.
-      value = _on_host(jnp.copy(params[name]) if index is ... else params[name][index])
+      value = on_host(jnp.copy(params[name]) if index is ... else params[name][index])
       value = value.reshape(shape[::-1]).T if NAMES[name][1] else value.reshape(shape)
       with np.errstate(over="ignore"):
-        yield stored, np.ascontiguousarray(value.astype(dtype))
+        yield stored, np.ascontiguousarray(value.astype(dtype if isinstance(dtype, str) else dtype[stored]))
 
 
-def _on_host(value) -> np.ndarray:
+def on_host(value) -> np.ndarray:
+  """A whole array on this host, wherever its parts lie; every process must ask."""
   if getattr(value, "is_fully_addressable", True):
     return np.asarray(value)
   return multihost_utils.process_allgather(value, tiled=True)
-
-
-def _write_safetensors(path, code, itemsize, shapes, tensors) -> None:
-  """Streams tensors of one dtype in safetensors' format: length of the header, header, the bytes of each."""
-  header, end = {"__metadata__": {"format": "pt"}}, 0
-  for name, shape in shapes.items():
-    start, end = end, end + math.prod(shape) * itemsize
-    header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
-  text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
-  partial = path.with_name(f".{path.name}.partial")
-  try:
-    with open(partial, "wb") as file:
-      file.write(len(text).to_bytes(8, "little") + text)
-      for name, value in tensors:
-        if not np.isfinite(value).all():
-          raise ValueError(f"{name} holds a value that is not finite in {value.dtype}; nothing was saved")
-        file.write(value.view(np.uint8).data)
-    os.replace(partial, path)
-  finally:
-    partial.unlink(missing_ok=True)

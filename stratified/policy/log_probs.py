@@ -4,8 +4,9 @@ For each position t the logits z_v = hidden_t . w_v / temperature give
 
     logp = z_target - log sum_v exp z_v            entropy = log sum_v exp z_v - sum_v softmax(z)_v z_v
 
-computed in chunks of positions whose logits the backward pass makes again. Where the vocabulary is sharded, each
-device reduces its own part and only the three sums travel.
+computed in chunks of positions whose logits the backward pass makes again. The vocabulary is split over the axes
+`tensor` and `fsdp`: each device takes the hidden states of its `fsdp` group, reduces its own part of their logits,
+and only the sums travel. So neither the output weight nor its gradient is ever whole on a device.
 """
 
 import functools
@@ -27,45 +28,78 @@ def token_log_probs(config, params, hidden_rtd, token_rt, *, temperature=1.0, ch
   chunk = min(chunk or length, length)
   if length % chunk:
     raise ValueError(f"chunk={chunk} does not divide the row length {length}; choose a divisor")
-  weight = decoder.output_weight(config, params).astype(config.dtype)
+  weight = decoder.output_weight(config, params)
   target_rt = jnp.roll(sharding.constrain(token_rt, "row", None), -1, axis=1)
   if jax.sharding.get_abstract_mesh().empty:
-    logp, entropy = _local(hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, axis=None)
+    logp, entropy = _local(hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False)
   else:
-    weight = sharding.gathered(weight, ("vocabulary", "width"))
+    weight = sharding.constrain(weight, "vocabulary_part", None)
     rows = sharding.spec("row", None)
     logp, entropy = jax.shard_map(
-        functools.partial(_local, chunk=chunk, axis="tensor"),
-        in_specs=(sharding.spec("row", None, None), sharding.spec("vocabulary", None), rows, jax.P()),
+        functools.partial(_local, chunk=chunk, meshed=True),
+        in_specs=(sharding.spec("row", None, None), sharding.spec("vocabulary_part", None), rows, jax.P()),
         out_specs=(rows, rows))(hidden_rtd, weight, target_rt, jnp.float32(1 / temperature))
   shift = lambda x: jnp.roll(x, 1, axis=1) * (jnp.arange(length) > 0)
   return shift(logp), shift(jax.lax.stop_gradient(entropy))
 
 
-def _local(hidden_rtd, weight_vd, target_rt, scale, *, chunk, axis):
+def _local(hidden_rtd, weight_vd, target_rt, scale, *, chunk, meshed):
   r, t, d = hidden_rtd.shape
+  of = _chunk_of_part if meshed else _chunk
   if chunk == t:
-    return _chunk(hidden_rtd, weight_vd, target_rt, scale, axis)
+    return of(hidden_rtd, weight_vd, target_rt, scale)
   split = lambda x: jnp.moveaxis(x.reshape(r, t // chunk, chunk, *x.shape[2:]), 1, 0)
-  body = jax.checkpoint(lambda _, x: (None, _chunk(x[0], weight_vd, x[1], scale, axis)))
+  body = jax.checkpoint(lambda _, x: (None, of(x[0], weight_vd, x[1], scale)))
   _, stats = jax.lax.scan(body, None, (split(hidden_rtd), split(target_rt)))
   return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(r, t), stats)
 
 
-def _chunk(hidden_rtd, weight_vd, target_rt, scale, axis):
-  z = jnp.einsum("rtd,vd->rtv", hidden_rtd, weight_vd, preferred_element_type=jnp.float32) * scale
-  size = weight_vd.shape[0]
+def _chunk(hidden_rtd, weight_vd, target_rt, scale):
+  z = scores(hidden_rtd, weight_vd) * scale
   high = jax.lax.stop_gradient(z.max(-1))
-  index = target_rt
-  if axis:
-    high = jax.lax.pmax(high, axis)
-    index = target_rt - jax.lax.axis_index(axis) * size
-  exp = jnp.exp(z - high[..., None])
-  total = exp.sum(-1)
-  weighted = jax.lax.stop_gradient((exp * z).sum(-1))
-  picked = jnp.take_along_axis(z, jnp.clip(index, 0, size - 1)[..., None], axis=-1)[..., 0]
-  if axis:
-    picked = jnp.where((index >= 0) & (index < size), picked, 0)
-    total, weighted, picked = (jax.lax.psum(x, axis) for x in (total, weighted, picked))
+  return _finish(high, *_sums(z, high, target_rt))
+
+
+def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
+  """The same where `weight_vd` is this device's part of the vocabulary; rows are those of this device."""
+  rows, size = hidden_rtd.shape[0], weight_vd.shape[0]
+  everyone = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
+  # Each operand says where it is to differ from device to device, so that its gradient is summed over the rest.
+  weight_vd, hidden_rtd = jax.lax.pcast(weight_vd, "data", to="varying"), jax.lax.pcast(hidden_rtd, "tensor", to="varying")
+  z = scores(everyone(hidden_rtd), weight_vd) * scale
+  part = jax.lax.axis_index("tensor") * jax.lax.axis_size("fsdp") + jax.lax.axis_index("fsdp")
+  high = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), ("tensor", "fsdp"))
+  sums = _sums(z, high, everyone(target_rt) - part * size)
+  mine = lambda x: jax.lax.psum_scatter(jax.lax.psum(x, "tensor"), "fsdp", tiled=True)
+  high = jax.lax.dynamic_slice_in_dim(high, jax.lax.axis_index("fsdp") * rows, rows)
+  return _finish(high, *map(mine, sums))
+
+
+def _sums(z_rtv, high_rt, index_rt):
+  """sum exp(z - high), sum exp(z - high) z, and z at the target's index, 0 where it lies outside."""
+  size = z_rtv.shape[-1]
+  exp = jnp.exp(z_rtv - high_rt[..., None])
+  picked = jnp.take_along_axis(z_rtv, jnp.clip(index_rt, 0, size - 1)[..., None], axis=-1)[..., 0]
+  inside = (index_rt >= 0) & (index_rt < size)
+  return exp.sum(-1), jax.lax.stop_gradient((exp * z_rtv).sum(-1)), jnp.where(inside, picked, 0)
+
+
+def _finish(high, total, weighted, picked):
   log_total = jnp.log(total) + high
   return picked - log_total, log_total - weighted / total
+
+
+@jax.custom_vjp
+def scores(hidden_rtd, weight_vd):
+  """float32 products [R, T, V]; the weight is cast to the hidden states' dtype, its gradient summed in its own."""
+  return jnp.einsum("rtd,vd->rtv", hidden_rtd, weight_vd.astype(hidden_rtd.dtype), preferred_element_type=jnp.float32)
+
+
+def _scores_backward(saved, g_rtv):
+  hidden_rtd, weight_vd = saved
+  g_rtv = g_rtv.astype(hidden_rtd.dtype)
+  return (jnp.einsum("rtv,vd->rtd", g_rtv, weight_vd.astype(hidden_rtd.dtype)),
+          jnp.einsum("rtv,rtd->vd", g_rtv, hidden_rtd, preferred_element_type=weight_vd.dtype))
+
+
+scores.defvjp(lambda hidden_rtd, weight_vd: (scores(hidden_rtd, weight_vd), (hidden_rtd, weight_vd)), _scores_backward)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from stratified.progress import Progress
-from stratified.retrieval.corpus import Passage
+from stratified.retrieval.corpus import Passage, corpus_digest
 
 
 def _import_bm25s():
@@ -128,6 +128,7 @@ class BM25:
     self._stem = STEMMERS[stemmer]
     self._stop_words = frozenset(word for stop_word in stop_words for word in words(stop_word))
     settings = {"k1": k1, "b": b, "stop_words": sorted(self._stop_words), "stemmer": stemmer}
+    self._settings = settings
     if cache_dir is None:
       index = self._build(k1, b)
     else:
@@ -138,6 +139,12 @@ class BM25:
     self._id_of_word = index.vocab_dict
     self._starts = index.scores["indptr"].tolist()
     self._scores, self._rows = index.scores["data"], index.scores["indices"]
+
+  @functools.cached_property
+  def manifest(self) -> dict:
+    """What is searched and how: equal manifests find equal passages."""
+    return {"kind": "bm25", "format": _FORMAT, "count": len(self.passages), "corpus": corpus_digest(self.passages),
+            **self._settings}
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
     """Returns for each query at most `topk` passages, best first, their `score` set.

@@ -7,10 +7,11 @@ A `title` field, where there is one, says what the first line of `contents` is.
 
 import dataclasses
 import gzip
+import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class RetrieverError(Exception):
@@ -60,15 +61,30 @@ def read_corpus(path: str | os.PathLike) -> list[Passage]:
   passages, line_of = [], {}
   for line, record in read_jsonl(path):
     where = f"{os.fspath(path)}, line {line}"
-    passage = passage_from_contents(
-        id_field(record, "id", where), string_field(record, "contents", where),
-        string_field(record, "title", where) if record.get("title") else None)
+    passage = passage_from_record(record, where)
     earlier = line_of.setdefault(passage.id, line)
     if earlier != line:
       raise ValueError(
           f'{where}, field "id": {passage.id!r} is already the id of line {earlier}; ids must be unique.')
     passages.append(passage)
   return passages
+
+
+def corpus_digest(passages: Iterable[Passage]) -> str:
+  """Names passages by their ids and contents, in order: 16 hexadecimal digits, equal wherever they came from."""
+  digest = hashlib.sha256()
+  for passage in passages:
+    for part in (passage.id.encode(), passage.contents.encode()):
+      digest.update(b"%d:" % len(part))  # the length keeps two parts from running into each other
+      digest.update(part)
+  return digest.hexdigest()[:16]
+
+
+def passage_from_record(record: dict, where: str) -> Passage:
+  """The passage of one line of a corpus; ValueError, naming `where` and the field, where it is none."""
+  return passage_from_contents(
+      id_field(record, "id", where), string_field(record, "contents", where),
+      string_field(record, "title", where) if record.get("title") else None)
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
@@ -81,13 +97,14 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
     try:
       for line, raw in enumerate(file, start=1):
         if not raw.isspace():
-          yield line, _json_object(raw, f"{path}, line {line}")
+          yield line, json_object(raw, f"{path}, line {line}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
       raise ValueError(
           f"{path}: the compressed file is damaged after line {line} ({error}); get it again.") from error
 
 
-def _json_object(raw: bytes, where: str) -> dict:
+def json_object(raw: bytes, where: str) -> dict:
+  """The JSON object that a line holds, else ValueError with `where`."""
   try:
     record = json.loads(raw.decode("utf-8"))
   except UnicodeDecodeError as error:

@@ -19,19 +19,22 @@ from stratified.rollout.sampler import Completion, Request
 
 # Lengths that new context is padded to, so that few shapes are compiled.
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+CHUNK = 1024  # tokens of a context that one call runs; a longer one takes several, so that its scores stay small
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
   """lanes: rollouts decoded side by side. length: tokens a lane can hold. block: tokens decoded between two looks.
 
-  temperature 0 is greedy decoding (log-probs are then at temperature 1). rows: lanes that one prefill call serves.
+  temperature 0 is greedy decoding (log-probs are then at temperature 1). rows: lanes that one prefill call serves, fewer
+  where their tokens would be more than prefill_tokens (its scores take prefill_tokens x length x heads x 4 bytes).
   """
 
   lanes: int
   length: int
   block: int = 8
   rows: int = 16
+  prefill_tokens: int = 4096
   temperature: float = 1.0
   top_p: float = 1.0
   seed: int = 0
@@ -39,12 +42,17 @@ class SamplerConfig:
   def __post_init__(self):
     rules = {
         "lanes": self.lanes >= 1, "length": self.length >= 2, "block": self.block >= 1, "rows": self.rows >= 1,
-        "temperature": self.temperature >= 0, "top_p": 0 < self.top_p <= 1,
+        "prefill_tokens": self.prefill_tokens >= 1, "temperature": self.temperature >= 0, "top_p": 0 < self.top_p <= 1,
     }
     for name, holds in rules.items():
       if not holds:
-        raise ValueError(f"sampler {name}={getattr(self, name)} is out of range; lanes, block and rows are at least 1, "
+        raise ValueError(f"sampler {name}={getattr(self, name)} is out of range; lanes, block, rows and prefill_tokens are at least 1, "
                          "length at least 2, temperature at least 0, top_p in (0, 1]")
+
+
+  def rows_for(self, width: int) -> int:
+    """Rows of a prefill call of `width` tokens each."""
+    return max(1, min(self.rows, self.lanes, self.prefill_tokens // width))
 
 
 @dataclasses.dataclass
@@ -66,8 +74,7 @@ class JaxSampler:
     self._model, self._config, self._tokenizer = config, sampler, tokenizer
     self._device = device or jax.local_devices()[0]
     self._params = None
-    with jax.default_device(self._device):
-      self._cache = decoder.empty_cache(config, sampler.lanes, sampler.length)
+    self._cache = None
     self._lanes: list[_Lane | None] = [None] * sampler.lanes
     self._by_key: dict[tuple[int, int, int], int] = {}
     self._queue: list[Request] = []
@@ -77,12 +84,26 @@ class JaxSampler:
   def load(self, params: Any, step: int) -> None:
     """Samples from `params` (the trainer's, sharded or not) from now on; every cached prefix is forgotten."""
     del step
-    if any(lane and lane.request for lane in self._lanes) or self._queue:
+    if self._busy():
       raise RuntimeError("load() while generations are running: poll them to their end first")
     whole = jax.device_put(params, jax.sharding.SingleDeviceSharding(self._device))
     self._params = _unstack(self._model, whole)
+    if self._cache is None:
+      with jax.default_device(self._device):
+        self._cache = decoder.empty_cache(self._model, self._config.lanes, self._config.length)
     self._lanes = [None] * self._config.lanes
     self._by_key.clear()
+
+  def release(self) -> None:
+    """Frees the device of weights and caches; `load` brings them back."""
+    if self._busy():
+      raise RuntimeError("release() while generations are running: poll them to their end first")
+    self._params = self._cache = None
+    self._lanes = [None] * self._config.lanes
+    self._by_key.clear()
+
+  def _busy(self) -> bool:
+    return bool(self._queue) or any(lane and lane.request for lane in self._lanes)
 
   def submit(self, request: Request) -> None:
     if self._params is None:
@@ -104,7 +125,7 @@ class JaxSampler:
     return [done[request.key] for request in requests]
 
   def poll(self) -> list[Completion]:
-    if not self._queue and not any(lane and lane.request for lane in self._lanes):
+    if not self._busy():
       return []
     while True:
       self._round += 1
@@ -158,10 +179,15 @@ class JaxSampler:
   def _prefill(self, jobs) -> None:
     """Runs (lane, start, tokens) jobs, those of like length together."""
     jobs = sorted(jobs, key=lambda job: (len(job[2]), job[0]))
-    rows, length = min(self._config.rows, self._config.lanes), self._config.length
-    for at in range(0, len(jobs), rows):
-      part = jobs[at:at + rows]
-      width = _bucket(len(part[-1][2]))
+    length, longest = self._config.length, max((len(tokens) for _, _, tokens in jobs), default=0)
+    if longest > CHUNK:
+      for first in range(0, longest, CHUNK):
+        self._prefill([(index, start + first, tokens[first:first + CHUNK]) for index, start, tokens in jobs if len(tokens) > first])
+      return
+    while jobs:
+      width = bucket(len(jobs[-1][2]))
+      rows = self._config.rows_for(width)
+      jobs, part = jobs[:-rows], jobs[-rows:]
       lane = np.full(rows, self._config.lanes, np.int32)
       token = np.zeros((rows, width), np.int32)
       position = np.full((rows, width), length, np.int32)
@@ -241,13 +267,25 @@ class JaxSampler:
     return len(new), "stop" if new and new[-1] == eos else None
 
 
-def _bucket(length: int) -> int:
+def bucket(length: int) -> int:
+  """The length that new context of `length` tokens is padded to."""
   return next((bucket for bucket in BUCKETS if bucket >= length), -(-length // 1024) * 1024)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unstack(model, params):
   return decoder.unstack(model, params)
+
+
+def lower_prefill(model, params, cache, lane_b, token_bt, position_bt):
+  """What a compiler sees of a prefill call: arguments as `JaxSampler` passes them, real or abstract."""
+  return _prefill.lower(model, params, cache, lane_b, token_bt, position_bt)
+
+
+def lower_decode(model, config: SamplerConfig, params, cache, token_b, position_b, key_b3):
+  """The same of a block of decoding."""
+  return _decode.lower(model, config.block, config.temperature, config.top_p, config.seed, params, cache, token_b,
+                       position_b, key_b3)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

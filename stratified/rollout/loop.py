@@ -22,14 +22,16 @@ Key = tuple[int, int, int]
 
 def collect(questions: Sequence[Question], *, sampler: Sampler, retriever, tokenizer, protocol: SearchTags,
             limits: Limits, samples_per_question: int, step: int, weight_version: int | None = None,
-            progress: Callable[[int, int], None] | None = None) -> list[list[Trajectory]]:
+            progress: Callable[[int, int], None] | None = None, indices: Sequence[int] | None = None,
+            on_end: Callable[[Trajectory], None] | None = None) -> list[list[Trajectory]]:
   """K rollouts of each question.
 
   Args:
     questions: [Q].
-    sampler: see rollout/sampler.py; requests carry the key (step, index in questions, sample).
+    sampler: see rollout/sampler.py; requests carry the key (step, index of the question, sample).
     retriever: `search(queries, topk) -> list[list[Passage]]`, one list a query; called once a round with the
-      distinct queries of all waiting rollouts. A RetrieverError loses the rollouts of that round.
+      distinct queries of all waiting rollouts. A RetrieverError in place of a list loses the rollouts that asked
+      this query, a raised one all of that round.
     tokenizer: `encode(str) -> list[int]`, `decode(list[int]) -> str`, `eos_id`.
     protocol: what is fed and how text is read, see rollout/tags.py.
     limits: see Limits.
@@ -37,6 +39,9 @@ def collect(questions: Sequence[Question], *, sampler: Sampler, retriever, token
     step: names the random keys.
     weight_version: the step whose parameters the sampler holds; `step` where not given.
     progress: called with (rollouts ended, rollouts in all) after each round.
+    indices: [Q] the questions' numbers in the keys, 0, 1, ... where not given: a part of the questions run by
+      itself (the rest of an evaluation that was stopped) gets the same random keys as within the whole.
+    on_end: called with each trajectory as soon as it has ended.
 
   Returns:
     [Q][K] trajectories in the order of `questions` and samples. One lost to the sampler, the retriever or an
@@ -44,7 +49,7 @@ def collect(questions: Sequence[Question], *, sampler: Sampler, retriever, token
 
   Raises:
     ValueError: limits too small for the protocol, or for the prompt of every question; sampled tokens without
-      their log-probs.
+      their log-probs; indices that do not name each question once.
     RuntimeError: the sampler broke its interface.
   """
   if samples_per_question < 1:
@@ -54,9 +59,27 @@ def collect(questions: Sequence[Question], *, sampler: Sampler, retriever, token
       eos_id=tokenizer.eos_id, protocol=protocol, limits=limits,
       weight_version=step if weight_version is None else weight_version)
   agent.check(setting)
-  rollouts, ended = _start(questions, samples_per_question, step, setting)
+  indices = list(range(len(questions)) if indices is None else indices)
+  if len(set(indices)) != len(questions) or len(indices) != len(questions):
+    raise ValueError(f"{len(indices)} indices, {len(set(indices))} of them distinct, for {len(questions)} questions; "
+                     "each question needs a number of its own")
+  ended = _Ended(on_end)
+  rollouts = _start(zip(indices, questions), samples_per_question, step, setting, ended)
   _drive(rollouts, ended, sampler, retriever, limits.topk, progress)
-  return [[ended[step, q, k] for k in range(samples_per_question)] for q in range(len(questions))]
+  return [[ended[step, q, k] for k in range(samples_per_question)] for q in indices]
+
+
+class _Ended(dict):
+  """Trajectories by key; `on_end` is told of each."""
+
+  def __init__(self, on_end):
+    super().__init__()
+    self._on_end = on_end
+
+  def __setitem__(self, key, trajectory):
+    super().__setitem__(key, trajectory)
+    if self._on_end:
+      self._on_end(trajectory)
 
 
 def _remember(encode: Callable) -> Callable[[str], tuple[int, ...]]:
@@ -71,36 +94,39 @@ def _remember(encode: Callable) -> Callable[[str], tuple[int, ...]]:
   return remembered
 
 
-def _start(questions, samples, step, setting) -> tuple[dict[Key, agent.Rollout], dict[Key, Trajectory]]:
-  """The generators of all rollouts, and the trajectories of those whose prompt does not fit."""
-  rollouts, ended, faults = {}, {}, []
-  for q, question in enumerate(questions):
-    prompt_ids = setting.encode(setting.protocol.prompt(question.text))
-    fault = agent.prompt_fault(setting, prompt_ids)
+def _start(numbered, samples, step, setting, ended) -> dict[Key, agent.Rollout]:
+  """The generators of all rollouts; into `ended` go the trajectories of those whose prompt does not fit."""
+  rollouts, lost, faults = {}, {}, []
+  run = getattr(setting.protocol, "rollout", None) or agent.run
+  for q, question in numbered:
+    pieces = agent.prompt_pieces(setting, question.text)
+    prompt_ids, fault = pieces[0], agent.prompt_fault(setting, pieces)
     if fault:
       faults.append(f"question {question.id!r}: {fault}")
     for k in range(samples):
       key = (step, q, k)
       if fault:
-        ended[key] = Trajectory(question, k, (Segment(prompt_ids, "prompt"),), stop="fault", fault=fault,
-                                weight_version=setting.weight_version)
+        lost[key] = Trajectory(question, k, (Segment(prompt_ids, "prompt"),), stop="fault", fault=fault,
+                               weight_version=setting.weight_version)
       else:
-        rollouts[key] = agent.run(setting, question, key, prompt_ids)
+        rollouts[key] = run(setting, question, key, prompt_ids)
   if faults and not rollouts:
     raise ValueError(f"no question fits its budget; the first, {faults[0]}")
-  return rollouts, ended
+  for key, trajectory in lost.items():
+    ended[key] = trajectory
+  return rollouts
 
 
 def _drive(rollouts, ended, sampler, retriever, topk, progress):
   """Advances every rollout to its end; fills `ended`."""
   total = len(rollouts) + len(ended)
-  waiting = set()
+  waiting = {}  # key of the generation -> that of its rollout; they differ for one beside the rollout
   sends = {key: None for key in rollouts}
   while sends:
     requests = _advance(sends, rollouts, ended, retriever, topk)
     for key in sorted(requests):
       sampler.submit(requests[key])
-      waiting.add(key)
+      waiting[requests[key].key] = key
     if progress:
       progress(len(ended), total)
     sends = _poll(sampler, waiting) if waiting else {}
@@ -132,17 +158,21 @@ def _search(lookups, retriever, topk) -> dict:
   except RetrieverError as error:
     return dict.fromkeys(lookups, error)
   found = dict(zip(queries, results))
-  return {key: [found[query] for query in lookup.queries] for key, lookup in lookups.items()}
+  return {key: _passages([found[query] for query in lookup.queries]) for key, lookup in lookups.items()}
 
 
-def _poll(sampler, waiting: set[Key]) -> dict:
-  """What the sampler has finished, in the order of keys; a broken interface is an error, never a hang."""
+def _passages(results: list) -> list | RetrieverError:
+  """The results of one lookup; the first error among them, since a search that is half lost is lost."""
+  return next((result for result in results if isinstance(result, RetrieverError)), results)
+
+
+def _poll(sampler, waiting: dict[Key, Key]) -> dict:
+  """What the sampler has finished, by rollout, in the order of keys; a broken interface is an error, never a hang."""
   completions = {completion.key: completion for completion in sampler.poll()}
   if not completions:
     raise RuntimeError(f"the sampler's poll() returned nothing while {len(waiting)} generations are running")
-  strangers = completions.keys() - waiting
+  strangers = completions.keys() - waiting.keys()
   if strangers:
     raise RuntimeError(f"the sampler returned a generation for {min(strangers)}, which was not submitted "
                        "or has already ended")
-  waiting.difference_update(completions)
-  return {key: completions[key] for key in sorted(completions)}
+  return {waiting.pop(key): completions[key] for key in sorted(completions)}

@@ -40,6 +40,7 @@ class Completion:
 
   token_ids, log_probs: the sampled tokens and their log-probs after temperature, same length.
   finish: "stop" (a stop string or the end-of-text token), "length", or "fault" with `fault` saying what broke.
+  weight_versions: the step of the parameters that sampled each token, or empty: those of the last load().
   """
 
   key: tuple[int, int, int]
@@ -47,6 +48,7 @@ class Completion:
   log_probs: tuple[float, ...]
   finish: str
   fault: str | None = None
+  weight_versions: tuple[int, ...] = ()
 
 
 class Sampler(Protocol):

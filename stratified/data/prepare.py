@@ -1,0 +1,144 @@
+"""Raw files -> the files that training and evaluation read, each written whole or not at all, with what is in it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import csv
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+import zlib
+
+from stratified.data import formats
+from stratified.retrieval.corpus import id_field, read_jsonl, string_field
+
+# Of the sets themselves, whoever passes the file on; "unclear" where their makers do not say.
+LICENCES = {
+    "nq": "CC BY-SA 3.0", "hotpotqa": "CC BY-SA 4.0", "2wikimultihopqa": "Apache-2.0", "musique": "CC BY 4.0",
+    "triviaqa": "Apache-2.0 for code and data; its questions are of third-party trivia sites", "popqa": "MIT",
+    "bamboogle": "MIT", "corpus": "CC BY-SA 3.0 (Wikipedia of 2018; attribution by title)"}
+# Columns of DPR's psgs_w100.tsv (arXiv 2004.04906).
+_TSV_COLUMNS = ["id", "text", "title"]
+
+
+def licence(name: str) -> str:
+  return LICENCES.get(name, "unclear: ask whom the file is from")
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+  with open(path, "rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, Any]:
+  """Writes lines (gzip where the name ends with .gz) aside, then renames; {"count", "bytes", "sha256"} of the file."""
+  target = pathlib.Path(target)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  part, count = target.with_name(target.name + ".part"), 0
+  try:
+    with part.open("wb") as raw:
+      # no time and no name in the gzip header: the same lines give the same bytes
+      file = gzip.GzipFile("", "wb", 6, raw, mtime=0) if target.name.endswith(".gz") else raw
+      for line in lines:
+        file.write(line.encode() + b"\n")
+        count += 1
+      if file is not raw:
+        file.close()
+      raw.flush()
+      os.fsync(raw.fileno())
+    found = {"count": count, "bytes": part.stat().st_size, "sha256": sha256_of(part)}
+    os.replace(part, target)
+  finally:
+    part.unlink(missing_ok=True)
+  return found
+
+
+def write_questions(target: str | os.PathLike, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+  """A set's questions in the normal form. Raises ValueError where an id names two of them."""
+  return write_lines(target, _unique_ids(records, pathlib.Path(target)))
+
+
+def _unique_ids(records, target: pathlib.Path) -> Iterator[str]:
+  seen = {}
+  for record in records:
+    earlier = seen.setdefault(record["id"], record["question"])
+    if earlier is not record["question"]:
+      raise ValueError(f"{target.name}: the id {record['id']!r} names two questions, {earlier[:60]!r} and "
+                       f"{record['question'][:60]!r}; ids must be unique within a set")
+    yield json.dumps(record, ensure_ascii=False)
+
+
+def write_corpus(source: str | os.PathLike, target: str | os.PathLike,
+                 progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+  """A passage corpus in the form of retrieval/corpus.py: {"id", "contents"}, contents = "Title" newline text.
+
+  source: JSON Lines with `contents` (Search-R1, FlashRAG), or with `title` and `text` (DPR's in JSON), or DPR's tsv
+    (id, text, title); plain or .gz. progress: called with the number of passages since the last call.
+  Raises ValueError, naming line and field, for a line that is no passage, and for an id that comes twice.
+  """
+  return write_lines(target, _counted(_passages(pathlib.Path(source)), progress))
+
+
+def _counted(pairs: Iterator[tuple[str, str, str]], progress) -> Iterator[str]:
+  new_id = _NewIds()
+  for number, (where, id_, contents) in enumerate(pairs, start=1):
+    new_id.check(id_, where)
+    if progress and number % 10_000 == 0:
+      progress(10_000)
+    yield json.dumps({"id": id_, "contents": contents}, ensure_ascii=False)
+
+
+class _NewIds:
+  """Sees that no id comes twice; ids that count upwards, as those of 21 million passages do, take no memory."""
+
+  def __init__(self):
+    self._last, self._others = -1, set()
+
+  def check(self, id_: str, where: str):
+    if id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0") and int(id_) > self._last:
+      self._last = int(id_)
+      if id_ in self._others:
+        raise ValueError(f"{where}: the id {id_!r} has come before; ids must be unique")
+      return
+    counted = id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0")
+    if counted or id_ in self._others:
+      raise ValueError(f"{where}: the id {id_!r} has come before, or is a number out of order; ids must be unique, "
+                       "and whole numbers must grow (sort the file by id)")
+    self._others.add(id_)
+
+
+def _passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
+  """(where, id, contents)."""
+  if source.name.removesuffix(".gz").endswith(".tsv"):
+    yield from _tsv_passages(source)
+    return
+  for line, record in read_jsonl(source):
+    where = f"{source}, line {line}"
+    if record.get("contents") is not None:
+      contents = string_field(record, "contents", where)
+    else:
+      title = string_field(record, "title", where) if record.get("title") else ""
+      contents = f'"{title}"\n{string_field(record, "text", where)}' if title else string_field(record, "text", where)
+    yield where, id_field(record, "id", where), contents
+
+
+def _tsv_passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
+  csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+  try:
+    with formats.open_text(source) as file:
+      rows = csv.reader(file, delimiter="\t")
+      if (header := next(rows, None)) != _TSV_COLUMNS:
+        raise ValueError(f"{source}: its first row is {header!r}, but passages come with the columns "
+                         f"{', '.join(_TSV_COLUMNS)}")
+      for row in rows:
+        where = f"{source}, line {rows.line_num}"
+        if len(row) != 3:
+          raise ValueError(f"{where}: {len(row)} fields where there must be 3 (id, text, title)")
+        passage = dict(zip(_TSV_COLUMNS, row))
+        # a title in quotation marks, as in the JSON form; within the tsv they are doubled, which csv undoes
+        title, text = passage["title"].strip(), string_field(passage, "text", where)
+        yield where, id_field(passage, "id", where), f'"{title}"\n{text}' if title else text
+  except (UnicodeDecodeError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    raise ValueError(f"{source}: not a readable table ({error}); get it again") from error

@@ -1,0 +1,287 @@
+"""A retriever behind HTTP, seen from the trainer: `search(queries, topk)` like every other, over a faulty network.
+
+What becomes of a search:
+  a reply of 429, 5xx, a lost connection, no reply in time, a broken or truncated body: tried again, a bounded
+    number of times, after a random pause that doubles;
+  a reply of 400, 413 ...: the request itself is at fault and is not repeated;
+  still no reply: the request is split, so that one bad query is lost alone. Its place in the results holds a
+    RetrieverError, and the rollout that asked is masked and counted;
+  the server is out of reach: searches wait for it to come back. After `give_up_s` without a usable reply, or where
+    it comes back with another index, RetrieverDown ends the run, whose last checkpoint is safe.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import json
+import random
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+
+from stratified.retrieval import wire
+from stratified.retrieval.corpus import Passage, RetrieverError
+
+# What the request itself is to blame for. Other 4xx say that this is no retriever, or not for us.
+_REFUSED = (400, 413, 414, 415, 422, 431)
+_AGAIN = (408, 425, 429)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+_MOST_REPLY_BYTES = 512 * 2**20
+
+
+class RetrieverDown(RuntimeError):
+  """The retriever is gone for longer than the run waits, or is not the one that the run began with."""
+
+
+class _Retry(Exception):
+  """This attempt failed; another may not. `after_s` is what the server asked for."""
+
+  def __init__(self, reason: str, after_s: float = 0.0):
+    super().__init__(reason)
+    self.after_s = after_s
+
+
+class _Refused(Exception):
+  """The server won't answer this request, however often it is sent."""
+
+
+class Outage:
+  """For how long searches have failed since one last worked; the time between searches does not count."""
+
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    self._clock, self._before_s, self._since, self.last = clock, 0.0, None, ""
+
+  def failed(self, began: float, why: str) -> None:
+    """An attempt that began at this time of the clock has failed."""
+    self.last = why
+    self._since = began if self._since is None else min(self._since, began)
+
+  def worked(self) -> None:
+    self._before_s, self._since = 0.0, None
+
+  def pause(self) -> None:
+    """No search is running from now on."""
+    self._before_s, self._since = self.seconds, None
+
+  @property
+  def seconds(self) -> float:
+    return self._before_s + (0.0 if self._since is None else self._clock() - self._since)
+
+
+class HttpRetriever:
+  """Searches through a server that speaks Search-R1's wire format. One thread at a time may call `search`.
+
+  Args:
+    url: http://host:port, with or without /retrieve at its end.
+    timeout_s: how long one request may take, from connecting to the last byte.
+    retries: attempts after the first.
+    give_up_s: how long searches may go without a usable reply.
+    queries_per_request: a search for more is split into several requests.
+    in_flight: requests at the same time, each on a connection of its own.
+
+  Raises:
+    ValueError: a setting out of range or a URL that is none.
+  """
+
+  def __init__(self, url: str, *, timeout_s: float = 30.0, retries: int = 4, give_up_s: float = 300.0,
+               queries_per_request: int = 64, in_flight: int = 16):
+    least = dict(retries=(retries, 0), queries_per_request=(queries_per_request, 1), in_flight=(in_flight, 1))
+    for name, (value, minimum) in least.items():
+      if value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
+    if not (timeout_s > 0 and give_up_s > 0):
+      raise ValueError(f"timeout_s is {timeout_s} and give_up_s {give_up_s}; both must be above 0")
+    self.url = base_url(url)
+    self.manifest: dict = {}
+    self.requests = self.retried = self.lost = 0
+    self._timeout_s, self._retries, self._give_up_s = timeout_s, retries, give_up_s
+    self._per_request, self._in_flight = queries_per_request, in_flight
+    self._index: str | None = None
+    self._outage, self._random = Outage(), random.Random()
+    self._loop = asyncio.new_event_loop()
+    threading.Thread(target=self._loop.run_forever, name="http-retriever", daemon=True).start()
+    # trust_env: a proxy of the environment stands between here and the internet, not a server of our own.
+    self._client = httpx.AsyncClient(
+        trust_env=False, timeout=None,
+        limits=httpx.Limits(max_connections=in_flight + 1, max_keepalive_connections=in_flight + 1, keepalive_expiry=30))
+
+  def connect(self, topk: int = 1) -> dict:
+    """Tries one search for `topk` passages; the server's manifest, {} from a server that has no /health.
+
+    Raises ConnectionError, in one sentence, where nothing that answers like a retriever is there.
+    """
+    try:
+      return self._do(self._connect(topk))
+    except (_Retry, _Refused, RetrieverDown) as error:
+      raise ConnectionError(f"no retriever answers at {self.url} ({error}); start one with "
+                            "python experiments/serve_retriever.py, or name another URL") from error
+
+  def search(self, queries: Sequence[str], topk: int) -> list[list[Passage] | RetrieverError]:
+    """One list of at most `topk` passages a query, best first, or the RetrieverError that lost this query.
+
+    Raises RetrieverDown where there is no hope left.
+    """
+    if isinstance(queries, str):
+      raise TypeError(f"queries is the string {queries!r}; search takes a sequence of queries, [query].")
+    if topk < 1:
+      raise ValueError(f"topk is {topk}; it must be at least 1.")
+    return self._do(self._search(list(queries), topk))
+
+  def close(self) -> None:
+    self._do(self._client.aclose())
+    self._loop.call_soon_threadsafe(self._loop.stop)
+
+  def _do(self, coroutine):
+    future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    try:
+      return future.result()
+    except BaseException:  # a second Ctrl-C: the requests stop too
+      future.cancel()
+      raise
+
+  async def _connect(self, topk: int) -> dict:
+    status, body, headers = await self._send("GET", wire.HEALTH_PATH, self._timeout_s)
+    if status == 200:
+      self.manifest, self._index = _manifest(body), headers.get(wire.INDEX_HEADER)
+    elif status not in (404, 405):  # Search-R1's own server has no such page
+      raise _Retry(f"GET {wire.HEALTH_PATH} answers {status} {wire.error_of(body)}".strip())
+    await self._attempt(["health"], topk, self._timeout_s)
+    return self.manifest
+
+  async def _search(self, queries: list[str], topk: int) -> list[list[Passage] | RetrieverError]:
+    room = asyncio.Semaphore(self._in_flight)
+    parts = [queries[at:at + self._per_request] for at in range(0, len(queries), self._per_request)]
+    try:
+      async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(self._part(part, topk, room, self._retries)) for part in parts]
+    except BaseExceptionGroup as errors:  # all other parts are cancelled by now
+      raise errors.exceptions[0] from None
+    finally:
+      self._outage.pause()
+    return [result for task in tasks for result in task.result()]
+
+  async def _part(self, queries: list[str], topk: int, room: asyncio.Semaphore, retries: int) -> list:
+    """Results of one request's queries; of its halves where the whole is lost."""
+    try:
+      async with room:
+        return await self._insist(queries, topk, retries)
+    except (_Retry, _Refused) as error:
+      if len(queries) == 1:
+        self.lost += 1
+        return [RetrieverError(f"{error}")]
+    middle = len(queries) // 2
+    # The server was given its chances with the whole; the halves only find out whose fault it is.
+    halves = [await self._part(half, topk, room, min(retries, 1)) for half in (queries[:middle], queries[middle:])]
+    return halves[0] + halves[1]
+
+  async def _insist(self, queries: list[str], topk: int, retries: int) -> list[list[Passage]]:
+    """Tries until it works or the attempts are used up; those against a server that is down are not counted."""
+    failures = 0
+    while True:
+      began = time.monotonic()
+      try:
+        return await self._attempt(queries, topk, self._patience())
+      except _Retry as error:
+        self._note(began, f"{error}")
+        if failures >= retries:
+          if await self._alive():
+            raise
+          failures = 0
+        self.retried += 1
+        await asyncio.sleep(self._pause(failures, error.after_s))
+        failures += 1
+
+  async def _attempt(self, queries: list[str], topk: int, timeout_s: float) -> list[list[Passage]]:
+    self.requests += 1
+    status, body, headers = await self._send("POST", wire.PATH, timeout_s, wire.request_body(queries, topk))
+    if status in _REFUSED:
+      self._outage.worked()
+      raise _Refused(f"the retriever refused it: {status} {wire.error_of(body)}".strip())
+    if status >= 500 or status in _AGAIN:
+      raise _Retry(f"it answers {status} {wire.error_of(body)}".strip(), _seconds(headers.get("retry-after", "")))
+    if status != 200:
+      raise RetrieverDown(f"{self.url}{wire.PATH} answers {status} {wire.error_of(body)}".strip() +
+                          ", as no retriever does; check retriever.url")
+    self._check_index(headers.get(wire.INDEX_HEADER))
+    try:
+      found = wire.parse_reply(body, count=len(queries), topk=topk)
+    except ValueError as error:
+      raise _Retry(f"{error}") from error
+    self._outage.worked()
+    return found
+
+  async def _send(self, method: str, path: str, timeout_s: float, body: bytes | None = None):
+    """(status, body, headers), all of it within `timeout_s`; raises _Retry where there is no whole reply."""
+    try:
+      async with asyncio.timeout(timeout_s):
+        async with self._client.stream(method, self.url + path, content=body,
+                                       headers={"content-type": "application/json"}) as reply:
+          read = bytearray()
+          async for chunk in reply.aiter_bytes():
+            read += chunk
+            if len(read) > _MOST_REPLY_BYTES:
+              raise _Retry(f"its reply is longer than {_MOST_REPLY_BYTES} bytes")
+          return reply.status_code, bytes(read), reply.headers
+    except TimeoutError:
+      raise _Retry(f"no whole reply within {timeout_s:.3g} s") from None
+    except (httpx.TransportError, httpx.DecodingError) as error:
+      raise _Retry(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+
+  async def _alive(self) -> bool:
+    """Whether the server answers at all: then the search, not the server, is what fails."""
+    try:
+      status, *_ = await self._send("GET", wire.HEALTH_PATH, self._patience())
+    except _Retry:
+      return False
+    return status < 500
+
+  def _note(self, began: float, why: str) -> None:
+    self._outage.failed(began, why)
+    if self._outage.seconds >= self._give_up_s:
+      raise RetrieverDown(
+          f"the retriever at {self.url} has given no usable reply for {self._outage.seconds:.0f} s (it may be gone for "
+          f"{self._give_up_s:g}; last: {why}); start it again, then repeat the command: what was saved is safe")
+
+  def _patience(self) -> float:
+    """Seconds for the next request: no longer than until it is time to give up."""
+    left = self._give_up_s - self._outage.seconds
+    return max(min(self._timeout_s, left), 0.05)
+
+  def _pause(self, failures: int, after_s: float) -> float:
+    # Between half and the whole of it, so that many clients of one server do not come back at the same moment.
+    pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S) * self._random.uniform(0.5, 1)
+    return min(max(pause, min(after_s, _LONGEST_PAUSE_S)), max(self._give_up_s - self._outage.seconds, 0.0))
+
+  def _check_index(self, index: str | None) -> None:
+    if self._index is not None and index is not None and index != self._index:
+      raise RetrieverDown(
+          f"the retriever at {self.url} searches another index (manifest {index}) than at the start of this run "
+          f"({self._index}); start the one of the start again, then repeat the command: what was saved is safe")
+
+
+def base_url(url: str) -> str:
+  """`url` without /retrieve at its end; raises ValueError where it is no URL of a server."""
+  trimmed = url.strip().rstrip("/").removesuffix(wire.PATH).rstrip("/")
+  try:
+    parts = urlsplit(trimmed)
+    valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+  except ValueError:  # a port that is no number
+    valid = False
+  if not valid or parts.query or parts.fragment:
+    raise ValueError(f"{url!r} is not the URL of a retriever; give one like http://127.0.0.1:8000")
+  return trimmed
+
+
+def _manifest(body: bytes) -> dict:
+  try:
+    record = json.loads(body)
+  except (ValueError, RecursionError) as error:
+    raise _Retry(f"GET {wire.HEALTH_PATH} is not JSON ({error})") from error
+  found = record.get("manifest") if isinstance(record, dict) else None
+  return found if isinstance(found, dict) else {}
+
+
+def _seconds(text: str) -> float:
+  """Retry-After in seconds; its other form, a date, counts as not given."""
+  return float(text) if text.isdigit() and len(text) < 7 else 0.0

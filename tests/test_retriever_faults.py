@@ -1,0 +1,268 @@
+"""Training against real retrieval servers that die, hang, stumble and come back: nothing is lost, nothing is wrong.
+
+Runs go on from one short run's workdir, so that the policy's warm start, which teaches it to search, is done once.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stratified.retrieval.client import HttpRetriever, RetrieverDown
+from stratified.retrieval.corpus import RetrieverError
+from test_train import SETTINGS, rows, rows_so_far, without_times
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 24
+RUN = SETTINGS | {
+    "num_steps": 1, "warm_start.num_steps": 150, "warm_start.learning_rate": 0.01, "eval.every": 0, "eval.questions": 1,
+    "checkpoint.every": 5, "retriever.name": "http", "retriever.cache": 0, "retriever.retries": 3}
+
+
+def flags_of(settings):
+  return [f"--config.{name}={value}" for name, value in settings.items()]
+
+
+def start(program, *flags, **environment):
+  """A program as a process, and the URL that it prints."""
+  process = subprocess.Popen([sys.executable, program, *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, env=os.environ | environment)
+  line = process.stdout.readline()
+  found = re.search(r"at (http://127\S+)", line)
+  if not found:
+    process.kill()
+    raise AssertionError(line + process.stdout.read())
+  return process, found[1]
+
+
+def serve(*flags, port=0):
+  return start("experiments/serve_retriever.py", "--config=configs/search_r1.py:tiny",
+               f"--config.data.entities={SETTINGS['data.entities']}", f"--port={port}", *flags)
+
+
+def end(*processes):
+  for process in processes:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def command(workdir, url, **changes):
+  return [sys.executable, "experiments/train.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}",
+          f"--config.retriever.url={url}", *flags_of(RUN | changes)]
+
+
+def run(workdir, url, **changes):
+  return subprocess.run(command(workdir, url, **changes), cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def server():
+  """A healthy server of the run's own encyclopedia."""
+  process, url = serve()
+  yield url
+  end(process)
+
+
+@pytest.fixture(scope="module")
+def begun(server, tmp_path_factory):
+  """The workdir of a run that has learnt to search and taken one step."""
+  workdir = tmp_path_factory.mktemp("begun") / "run"
+  done = run(workdir, server)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return workdir
+
+
+def copy_of(workdir, path):
+  shutil.copytree(workdir, path)
+  return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(begun, server, tmp_path_factory):
+  """What the run does when nothing goes wrong."""
+  workdir = copy_of(begun, tmp_path_factory.mktemp("undisturbed") / "run")
+  done = run(workdir, server, num_steps=STEPS)
+  assert done.returncode == 0, done.stderr[-3000:]
+  trained = [row for row in rows(workdir) if "reward/mean" in row]
+  assert [row["step"] for row in trained] == list(range(1, STEPS + 1))
+  # Without searches this file would prove nothing.
+  assert sum(row["rollout/searches_mean"] > 0 for row in trained) > STEPS // 2
+  assert all(row["rollout/failed"] == 0 for row in trained)
+  return workdir
+
+
+def same_as(undisturbed, workdir):
+  assert without_times(rows(workdir)) == without_times(rows(undisturbed))
+  name = f"trajectories/step_{STEPS:06d}.jsonl"
+  assert (workdir / name).read_bytes() == (undisturbed / name).read_bytes()
+
+
+def free_port():
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
+
+
+def until(holds, patience=120):
+  last = time.monotonic() + patience
+  while not holds():
+    assert time.monotonic() < last, "the moment did not come"
+    time.sleep(0.005)
+
+
+def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, tmp_path):
+  """Killed and restarted: the run waits. Killed for good: it stops in one sentence; the same command goes on."""
+  workdir, port = copy_of(begun, tmp_path / "run"), free_port()
+  known = rows_so_far(workdir)
+  process, url = serve(port=port)
+  log = (tmp_path / "log").open("w+")
+  patient = {"retriever.give_up_s": 120.0, "num_steps": STEPS}
+  training = subprocess.Popen(command(workdir, url, **patient), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+  try:
+    until(lambda: rows_so_far(workdir) > known or training.poll() is not None)
+    end(process)
+    # No row comes any more: the run is waiting for its searches.
+    seen = [rows_so_far(workdir)]
+    until(lambda: seen.append(rows_so_far(workdir)) or time.sleep(0.5) or seen[-1] == rows_so_far(workdir))
+    assert training.poll() is None and rows_so_far(workdir) < known + STEPS - 1
+    process, _ = serve(port=port)
+    waited_at = rows_so_far(workdir)
+    until(lambda: rows_so_far(workdir) > waited_at + 2 or training.poll() is not None)
+    end(process)  # now for good, as far as this process knows
+    training.send_signal(signal.SIGKILL)
+    training.wait()
+    resumed = [row["step"] for row in rows(workdir) if "reward/mean" in row]
+    assert resumed == list(range(1, len(resumed) + 1)) and all(row["rollout/failed"] == 0 for row in rows(workdir)
+                                                               if "reward/mean" in row)
+  finally:
+    training.kill()
+    training.wait()
+    log.close()
+  process, _ = serve(port=port)
+  try:
+    done = subprocess.Popen(command(workdir, url, **patient | {"retriever.give_up_s": 1.5}), cwd=ROOT,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = rows_so_far(workdir)
+    until(lambda: rows_so_far(workdir) != before or done.poll() is not None)
+    end(process)
+    out, errors = done.communicate(timeout=60)
+    step = max(row["step"] for row in rows(workdir) if "reward/mean" in row)
+    assert done.returncode == 1 and "Traceback" not in errors, errors[-2000:]
+    assert f"the retriever at {url} has given no usable reply for" in errors and "what was saved is safe" in errors
+    assert step < STEPS and (workdir / "checkpoints" / str(step)).exists()
+    refused = run(workdir, url, **patient)
+    assert refused.returncode == 1 and f"no retriever answers at {url} (ConnectError" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    process, _ = serve(port=port)
+    done = run(workdir, url, **patient)
+    assert done.returncode == 0 and f"going on from step {step} of {STEPS}" in done.stdout, done.stderr[-3000:]
+  finally:
+    end(process)
+  same_as(undisturbed, workdir)
+
+
+def test_faults_that_pass_change_nothing(begun, undisturbed, server, tmp_path):
+  """Errors, broken and late replies, lost connections: each is asked for again."""
+  workdir = copy_of(begun, tmp_path / "run")
+  faults = "ok,500,slow,ok,malformed,429,ok,truncated,reset,html,ok,short,503"
+  proxy, url = start("tests/faulty_retriever.py", f"--upstream={server}", f"--faults={faults}", "--slow_s=3",
+                     PYTHONPATH=str(ROOT))
+  try:
+    done = run(workdir, url, **{"num_steps": STEPS, "retriever.timeout_s": 1.5, "retriever.retries": 6})
+  finally:
+    end(proxy)
+  assert done.returncode == 0, done.stderr[-3000:]
+  same_as(undisturbed, workdir)
+
+
+def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(begun, undisturbed, server, tmp_path):
+  """One query of the first new step never works; the other rollouts of its step are trained on."""
+  workdir = copy_of(begun, tmp_path / "run")
+  step = [json.loads(line) for line in (undisturbed / "trajectories/step_000002.jsonl").read_text().splitlines()]
+  asked = [[search["query"] for turn in one["turns"] for search in turn["searches"] if search["query"]] for one in step]
+  poison = next(query for queries in asked for query in queries)
+  struck = [one for one, queries in zip(step, asked) if any(poison in query for query in queries)]
+  assert 0 < len(struck) < len(step)
+  proxy, url = start("tests/faulty_retriever.py", f"--upstream={server}", f"--poison={json.dumps(poison)[1:-1]}",
+                     PYTHONPATH=str(ROOT))
+  try:
+    done = run(workdir, url, **{"num_steps": 2, "retriever.retries": 1})
+  finally:
+    end(proxy)
+  assert done.returncode == 0, done.stderr[-3000:]
+  row, = (row for row in rows(workdir) if row.get("step") == 2 and "reward/mean" in row)
+  assert row["rollout/failed"] == len(struck) and row["update/skipped"] == 0
+  after = [json.loads(line) for line in (workdir / "trajectories/step_000002.jsonl").read_text().splitlines()]
+  lost = [one for one in after if one["fault"]]
+  assert [(one["question_id"], one["sample"]) for one in lost] == [(one["question_id"], one["sample"]) for one in struck]
+  assert all("500 made to fail" in one["fault"] and one["reward"] is None for one in lost)
+
+
+def test_a_run_refuses_a_server_of_another_corpus_before_any_work(server, tmp_path):
+  done = run(tmp_path / "other", server, **{"data.entities": 70})
+  assert done.returncode == 1 and "Traceback" not in done.stderr
+  assert re.search(rf"the retriever at {server} searches the corpus \w{{16}}, \d+ passages, not the corpus \w{{16}}: "
+                   "serve it with python experiments/serve_retriever.py", done.stderr)
+  assert not (tmp_path / "other").exists()
+
+
+# ---------------------------------------------------------------- the client alone, against a process
+
+
+def test_a_server_that_hangs_is_given_up_in_time_and_works_again_after():
+  process, url = serve()
+  try:
+    asking = HttpRetriever(url, timeout_s=0.5, retries=1, give_up_s=2.5)
+    asking.connect()
+    wanted = asking.search(["who is it"], 3)
+    process.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RetrieverDown, match=r"no usable reply for \d s .*no whole reply within"):
+      asking.search(["who is it"], 3)
+    assert 2 < time.monotonic() - start < 8
+    process.send_signal(signal.SIGCONT)
+    until(lambda: _found(asking) == wanted, 20)
+  finally:
+    end(process)
+
+
+def _found(asking):
+  try:
+    return asking.search(["who is it"], 3)
+  except RetrieverDown:
+    return None
+
+
+def test_a_server_restarted_with_other_passages_stops_the_run():
+  port = free_port()
+  process, url = serve(port=port)
+  try:
+    asking = HttpRetriever(url, give_up_s=60)
+    asking.connect()
+    asking.search(["who"], 1)
+    end(process)
+    process, _ = serve("--config.seed=1", port=port)
+    with pytest.raises(RetrieverDown, match="searches another index"):
+      asking.search(["who"], 1)
+  finally:
+    end(process)
+
+
+def test_a_refused_query_is_lost_alone():
+  process, url = serve("--max_query_characters=40")
+  try:
+    asking = HttpRetriever(url)
+    found = asking.search(["who", "w" * 41, "what is it"], 1)
+    assert isinstance(found[1], RetrieverError) and "413 queries[0] has 41 characters, more than 40" in str(found[1])
+    assert isinstance(found[0], list) and isinstance(found[2], list)
+  finally:
+    end(process)
