@@ -70,7 +70,7 @@ def _common() -> ml_collections.ConfigDict:
   c.retriever.index = ""  # dense, hybrid: a folder that experiments/build_index.py made
   c.retriever.encoder = ""  # its model directory, where it is not the index's own
   c.retriever.url = "http://127.0.0.1:8000"  # http: experiments/serve_retriever.py, or any server of Search-R1's form
-  c.retriever.corpus = ""  # http: the digest in the server's manifest; empty takes any
+  c.retriever.corpus = ""  # http, dense, hybrid: digest that the manifest must have; empty takes any
   c.retriever.timeout_s = 30.0  # of one request
   c.retriever.retries = 4  # attempts after the first, before a search is lost and its rollout masked
   c.retriever.give_up_s = 300.0  # without a usable reply; then the run stops

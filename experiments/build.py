@@ -89,9 +89,10 @@ def check_split(config, mesh, model: decoder.DecoderConfig) -> None:
 
 def packing(config, mesh, count: int | None = None) -> batching.Packing:
   """The shapes of a step's batch: of `count` rollouts, or of as many as a training step has."""
+  shards = mesh.shape["data"] * mesh.shape["fsdp"]
   return batching.Packing.for_rollouts(
       count or config.data.questions_per_step * config.rollout.samples_per_question, length=config.packing.row_length,
-      rows=config.packing.rows or mesh.shape["data"] * mesh.shape["fsdp"])
+      rows=config.packing.rows or shards, shards=shards)
 
 
 def host_parts(config) -> tuple[str, ...]:

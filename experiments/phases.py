@@ -7,7 +7,7 @@ import signal
 import jax
 
 from experiments import build, worlds
-from stratified import batching, evaluate as scoring, metrics, update
+from stratified import batching, evaluate as scoring, metrics, processes, update
 from stratified.checkpoint import Checkpointer
 from stratified.policy import decoder
 from stratified.progress import Progress
@@ -24,6 +24,11 @@ class Stop:
     self.asked = False
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._ask)
+
+  def agreed(self) -> bool:
+    """Whether any process of the run was asked; all of them must call this at the same step."""
+    self.asked = processes.any_of(self.asked)
+    return self.asked
 
   def _ask(self, number, frame):
     if self.asked and number == signal.SIGINT:
@@ -44,8 +49,8 @@ def warm_start(config, mesh, world, model: decoder.DecoderConfig, writer, checkp
     state, step = update.init_state(mesh, model, params, optimizer, with_reference=False), 0
   learn = build.supervised_update(config, mesh, model, optimizer)
   batch_at = worlds.demonstration_batches(config, world)
-  with Progress(total, "warm-start steps", done=step) as progress:
-    while step < total and not stop.asked:
+  with Progress(total, "warm-start steps", done=step, active=processes.is_first()) as progress:
+    while step < total and not stop.agreed():
       state, stats = learn(state, batching.place(mesh, batch_at(step)))
       step += 1
       loss = float(stats["warm_start/loss"])
@@ -59,6 +64,15 @@ def warm_start(config, mesh, world, model: decoder.DecoderConfig, writer, checkp
   return state.params
 
 
+def collect(world: worlds.World, questions, *, sampler, retriever, limits, samples_per_question: int, step: int):
+  """[Q][K] rollouts of the questions, each process sampling its own; the same in all of them."""
+  indices = processes.mine(len(questions))
+  groups = loop.collect(
+      [questions[q] for q in indices], indices=indices, sampler=sampler, retriever=retriever, tokenizer=world.tokenizer,
+      protocol=world.protocol, limits=limits, samples_per_question=samples_per_question, step=step)
+  return processes.exchange(groups, len(questions))
+
+
 def evaluate(config, params, world: worlds.World, sampler, *, count: int, forced: int | None = None,
              only: str | None = None) -> dict:
   """{set: scores} of every held-out set, or of `only` one; `forced` makes each rollout search exactly that often."""
@@ -69,12 +83,11 @@ def evaluate(config, params, world: worlds.World, sampler, *, count: int, forced
       continue
     what = f"questions of {name}" + ("" if forced is None else f" with {forced} searches each")
     groups = []
-    with Progress(len(questions), what) as progress:
+    with Progress(len(questions), what, active=processes.is_first()) as progress:
       for at in range(0, len(questions), CHUNK):
         part = questions[at:at + CHUNK]
-        groups += loop.collect(
-            part, sampler=sampler, retriever=retriever, tokenizer=world.tokenizer, protocol=world.protocol,
-            limits=worlds.limits(config, forced_searches=forced), samples_per_question=1, step=EVALUATION_STEP + at)
+        groups += collect(world, part, sampler=sampler, retriever=retriever, samples_per_question=1,
+                          step=EVALUATION_STEP + at, limits=worlds.limits(config, forced_searches=forced))
         progress.update(len(part))
     scores[name] = scoring.summary(groups)
   return scores
@@ -101,6 +114,8 @@ def evaluate_at(config, params, world, sampler, writer, workdir: pathlib.Path, s
 
 def record(workdir: pathlib.Path, parts: dict) -> None:
   """Adds parts to workdir/evaluation.json."""
+  if not processes.is_first():
+    return
   path = workdir / "evaluation.json"
   known = json.loads(path.read_text()) if path.exists() else {}
   metrics.write_atomic(path, json.dumps(known | parts, indent=2) + "\n")

@@ -66,7 +66,7 @@ def prepare_all() -> str:
                      "mix shall have with --train_sets")
   benchmarks = _questions(test, "test")
   manifest = _manifest(out)
-  compared = benchmarks or _written_benchmarks(out)
+  compared = {name: found["records"] for name, found in benchmarks.items()} or _written_benchmarks(out)
   report = duplicates.find({name: found["records"] for name, found in training.items()}, compared)
   for name, found in training.items():
     records = report.kept[name] if _REMOVE.value else found["records"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import json
+import os
 import pathlib
 
 from stratified.metrics import write_atomic
@@ -18,17 +19,19 @@ def bm25(passages: Sequence[Passage]) -> BM25:
   return BM25(passages, cache_dir=BM25_CACHE if len(passages) > 10_000 else None)
 
 
-def dense(index: str, encoder: str):
-  from stratified.encoder import Encoder  # FAISS and the encoder take seconds to import
+def dense(index: str, encoder: str = "", corpus: str = ""):
+  """The index in a folder, with the encoder that made it, or the one named; `corpus` where its own file has gone."""
+  from stratified.encoder import Encoder  # jax and FAISS take seconds to import, and a server of BM25 needs neither
   from stratified.retrieval import manifest as manifests
   from stratified.retrieval.dense import open_dense
-  made_by = manifests.read(pathlib.Path(index) / "manifest.json")["encoder"]
-  return open_dense(index, Encoder.matching(made_by, encoder or None))
+  made = manifests.read(pathlib.Path(index) / "manifest.json")
+  moved = corpus if corpus and not pathlib.Path(made["corpus"].get("path", "")).is_file() else None
+  return open_dense(index, Encoder.matching(made["encoder"], encoder or None), corpus=moved)
 
 
-def hybrid(index: str, encoder: str, passages: Sequence[Passage]):
+def hybrid(index: str, passages: Sequence[Passage], encoder: str = "", corpus: str = ""):
   from stratified.retrieval.hybrid import Hybrid
-  return Hybrid([bm25(passages), dense(index, encoder)])
+  return Hybrid([bm25(passages), dense(index, encoder, corpus)])
 
 
 def http(r) -> HttpRetriever:
@@ -42,28 +45,30 @@ def open_retriever(config, passages: Callable[[], Sequence[Passage]]):
   `passages` is called where the passages themselves are needed. Raises ValueError or OSError, in one sentence, where
   it can't be opened or does not search what the config says.
   """
-  r = config.retriever
+  r, corpus = config.retriever, os.path.expandvars(config.data.get("corpus", ""))
   opened = {
       "bm25": lambda: bm25(passages()),
-      "dense": lambda: dense(r.index, r.encoder),
-      "hybrid": lambda: hybrid(r.index, r.encoder, passages()),
+      "dense": lambda: dense(r.index, r.encoder, corpus),
+      "hybrid": lambda: hybrid(r.index, passages(), r.encoder, corpus),
       "http": lambda: http(r),
   }[r.name]()
   if r.name == "http":
-    _check_served(config, opened.connect(config.rollout.topk), passages)
+    opened.connect(config.rollout.topk)
+  if r.name != "bm25":
+    _check_corpus(config, opened.manifest, passages)
   return Cached(opened, r.cache) if r.cache else opened
 
 
-def _check_served(config, manifest: dict, passages: Callable[[], Sequence[Passage]]) -> None:
-  """The server must search the config's corpus: that of the encyclopedia, or the one named by its digest."""
+def _check_corpus(config, manifest: dict, passages: Callable[[], Sequence[Passage]]) -> None:
+  """A server or an index must search the config's corpus: the encyclopedia's, or the one named by its digest."""
   r, encyclopedia = config.retriever, config.data.name == "encyclopedia"
   wanted = corpus_digest(passages()) if encyclopedia else r.corpus
   found = manifest.get("corpus")
   if wanted and found != wanted:
-    start = ("start it with python experiments/serve_retriever.py --config=... and the settings of this run"
-             if encyclopedia else "name the right server with --config.retriever.url, or another corpus with "
-             "--config.retriever.corpus")
-    raise ValueError(f"the retriever at {r.url} searches {_named(manifest)}, not the corpus {wanted}: {start}")
+    way_out = ("serve it with python experiments/serve_retriever.py --config=... and the settings of this run"
+               if encyclopedia else "use another server or index, or another --config.retriever.corpus")
+    where = f"at {r.url}" if r.name == "http" else f"in {r.index}"
+    raise ValueError(f"the retriever {where} searches {_named(manifest)}, not the corpus {wanted}: {way_out}")
 
 
 def _named(manifest: dict) -> str:

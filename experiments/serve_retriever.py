@@ -58,8 +58,8 @@ def retriever():
     raise ValueError(f"--retriever={name} needs --index=FOLDER, made by experiments/build_index.py")
   opened = {
       "bm25": lambda: retrievers.bm25(passages()),
-      "dense": lambda: retrievers.dense(index, _ENCODER.value),
-      "hybrid": lambda: retrievers.hybrid(index, _ENCODER.value, passages()),
+      "dense": lambda: retrievers.dense(index, _ENCODER.value, _CORPUS.value),
+      "hybrid": lambda: retrievers.hybrid(index, passages(), _ENCODER.value, _CORPUS.value),
   }[name]()
   return Cached(opened, _CACHE.value) if _CACHE.value else opened
 

@@ -3,6 +3,10 @@
     python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny [--config.advantage.alpha=0.4]
 
 The same command again goes on from the newest checkpoint. Ctrl-C and SIGTERM save first and end it cleanly.
+
+Several processes train together, each with its own devices and questions, over one workdir that all of them see:
+
+    ... --processes=2 --process=0 --coordinator=HOST:PORT     # and the same with --process=1, and so on
 """
 
 import json
@@ -17,14 +21,17 @@ import numpy as np
 
 from experiments import build, check, phases, retrievers, worlds
 from experiments.weights import Weights
-from stratified import batching, evaluate as scoring, metrics, report, rewards
+from stratified import batching, evaluate as scoring, metrics, processes, report, rewards
 from stratified.checkpoint import Checkpointer, check_config
 from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
-from stratified.rollout import loop
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/search_r1.py:tiny", "What to train, and how.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go.", required=True)
+
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that train together.", lower_bound=1)
+_PROCESS = flags.DEFINE_integer("process", 0, "Which of them this is.", lower_bound=0)
+_COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of the first of them.")
 
 WARM_START_EVERY = 200  # steps between the warm start's own checkpoints
 MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
@@ -48,17 +55,17 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
     except ValueError as error:  # it names what is damaged or differs, and the way out
       sys.exit(f"{error}")
     with metrics.Writer(workdir, resume_step=restored[1] if restored else None,
-                        warm_start_step=warm_checkpointer.latest_step or 0) as writer:
+                        warm_start_step=warm_checkpointer.latest_step or 0, active=processes.is_first()) as writer:
       if restored:
         state, step = restored
-        print(f"going on from step {step} of {config.num_steps}", flush=True)
+        say(f"going on from step {step} of {config.num_steps}", flush=True)
       else:
         if config.warm_start.num_steps:
           params = phases.warm_start(config, mesh, world, model, writer, warm_checkpointer, stop)
         else:
           params = build.initial_params(config, model, mesh, dtype=weights.start_dtype)
         if stop.asked:
-          print("stopped during the warm start and saved; the same command goes on", flush=True)
+          say("stopped during the warm start and saved; the same command goes on", flush=True)
           return
         state, step = weights.begin(params), 0
         phases.evaluate_start(config, weights.policy(state), world, judge, writer, workdir)
@@ -66,15 +73,14 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
 
       ###  The loop  ###
       clock = time.perf_counter()
-      with Progress(config.num_steps, "training steps", done=step) as progress:
-        while step < config.num_steps and not stop.asked:
+      with Progress(config.num_steps, "training steps", done=step, active=processes.is_first()) as progress:
+        while step < config.num_steps and not stop.agreed():
           start, searched = time.perf_counter(), world.retriever.seconds
           sampler.load(weights.policy(state), step)
           try:
-            groups = loop.collect(
-                world.questions_at(step), sampler=sampler, retriever=world.retriever, tokenizer=world.tokenizer,
-                protocol=world.protocol, limits=world.limits, step=step,
-                samples_per_question=config.rollout.samples_per_question)
+            groups = phases.collect(
+                world, world.questions_at(step), sampler=sampler, retriever=world.retriever, limits=world.limits,
+                step=step, samples_per_question=config.rollout.samples_per_question)
           except RetrieverDown:
             checkpointer.save(step, state, force=True)
             raise
@@ -117,12 +123,33 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
       ###  The end, or an orderly stop  ###
       checkpointer.save(step, weights.at_rest(state), force=True)
       if stop.asked:
-        print(f"stopped at step {step} of {config.num_steps} and saved; the same command goes on", flush=True)
-    print(f"report: {report.write(workdir)}", flush=True)
+        say(f"stopped at step {step} of {config.num_steps} and saved; the same command goes on", flush=True)
+    if processes.is_first():
+      say(f"report: {report.write(workdir)}", flush=True)
+
+
+def say(text: str, **options) -> None:
+  """Prints where one process of the run does."""
+  if processes.is_first():
+    print(text, **options)
 
 
 def main(_) -> None:
-  config, workdir, stop = _CONFIG.value, pathlib.Path(_WORKDIR.value), phases.Stop()
+  config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+  if _PROCESSES.value > 1:
+    try:
+      processes.start(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    except ValueError as error:
+      sys.exit(f"{error}")
+  stop = phases.Stop()
+  try:
+    run(config, workdir, stop)
+  except BaseException as error:
+    processes.leave(error)
+    raise
+
+
+def run(config, workdir: pathlib.Path, stop: phases.Stop) -> None:
   try:
     ###  Before any work, and before the workdir belongs to this config: everything that can be refused  ###
     check.check(config)
@@ -131,8 +158,10 @@ def main(_) -> None:
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   try:
-    check_config(workdir, json.loads(config.to_json()))
-    retrievers.check_same(workdir, world.retriever)
+    def claim():
+      check_config(workdir, json.loads(config.to_json()))
+      retrievers.check_same(workdir, world.retriever)
+    processes.first_then_all(claim, "workdir")
   except ValueError as error:
     sys.exit(f"{error}")
   except OSError as error:

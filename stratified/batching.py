@@ -7,7 +7,6 @@ number of rows. Shapes never change over a run: what a step doesn't need stays e
 from collections.abc import Sequence
 import dataclasses
 
-import jax
 import numpy as np
 
 from stratified import sharding
@@ -16,16 +15,17 @@ from stratified.types import Batch, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-  """Fixed shapes of a batch: `micro` micro-batches at most, of `rows` rows of `length` tokens."""
+  """Fixed shapes of a batch: `micro` micro-batches at most, of `rows` rows of `length` tokens, split over `shards`."""
 
   length: int
   rows: int
   micro: int
+  shards: int = 1
 
   @classmethod
-  def for_rollouts(cls, count: int, *, length: int, rows: int) -> "Packing":
+  def for_rollouts(cls, count: int, *, length: int, rows: int, shards: int = 1) -> "Packing":
     """Room for `count` rollouts even if each fills a row of its own."""
-    return cls(length=length, rows=rows, micro=-(-count // rows))
+    return cls(length=length, rows=rows, micro=-(-count // rows), shards=shards)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -45,6 +45,24 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     bins[index].append(item)
     room[index] -= lengths[item]
   return bins
+
+
+def deal(bins: Sequence[list[int]], lengths: Sequence[int], packing: Packing) -> list[list[int]]:
+  """Bins -> rows, some of them empty, so that the shards of each micro-batch hold like numbers of tokens.
+
+  Fullest first, a micro-batch's bins go to its shards to and fro; a shard's rows lie together.
+  """
+  if packing.shards == 1:
+    return list(bins)
+  fullest = sorted(bins, key=lambda items: -sum(lengths[i] for i in items))
+  each, rows = packing.rows // packing.shards, []
+  for at in range(0, len(fullest), packing.rows):
+    part = [[] for _ in range(packing.rows)]
+    for j, items in enumerate(fullest[at:at + packing.rows]):
+      turn, shard = divmod(j, packing.shards)
+      part[(packing.shards - 1 - shard if turn % 2 else shard) * each + turn] = items
+    rows += part
+  return rows
 
 
 def collate(groups: Sequence[Sequence[Trajectory]], *, packing: Packing, rewards: Sequence[Sequence[float]],
@@ -70,10 +88,11 @@ def collate(groups: Sequence[Sequence[Trajectory]], *, packing: Packing, rewards
     raise ValueError(f"rollout {broken[0] % k} of question {flat[broken[0]].question.id!r} has the reward "
                      f"{reward[broken[0] // k, broken[0] % k]}: a reward function must return a finite number")
   encoded = {i: _encode(flat[i]) for i in valid}
-  bins = first_fit([len(encoded[i][0]) for i in valid], packing.length)
-  arrays = _fill([[(valid[j], encoded[valid[j]]) for j in items] for items in bins], packing)
+  lengths = [len(encoded[i][0]) for i in valid]
+  rows = deal(first_fit(lengths, packing.length), lengths, packing)
+  arrays = _fill([[(valid[j], encoded[valid[j]]) for j in items] for items in rows], packing)
   return Batch(
-      *arrays, num_micro=np.int32(max(1, -(-len(bins) // packing.rows))),
+      *arrays, num_micro=np.int32(max(1, -(-len(rows) // packing.rows))),
       length_qk=np.asarray([t.num_policy_tokens for t in flat], np.float32).reshape(len(groups), k),
       reward_qk=reward, stratum_qk=stratum,
       valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(len(groups), k))
@@ -133,4 +152,4 @@ def place(mesh, batch: Batch) -> Batch:
   """The batch on the mesh: rows and questions are split, micro-batches and positions are not."""
   rows, questions, scalar = (sharding.named(mesh, axes) for axes in ((None, "row", None), ("question", None), ()))
   where = {"num_micro": scalar} | {name: questions for name in ("length_qk", "reward_qk", "stratum_qk", "valid_qk")}
-  return Batch(**{name: jax.device_put(value, where.get(name, rows)) for name, value in batch._asdict().items()})
+  return Batch(**{name: sharding.put(value, where.get(name, rows)) for name, value in batch._asdict().items()})

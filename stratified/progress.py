@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+import os
 import sys
 import time
 from typing import TextIO
@@ -18,6 +19,7 @@ class Progress:
     what: what is counted, as it reads after a number: "steps", "questions".
     done: units done before this process began (a resumed run); they do not count towards the rate.
     every_s: seconds between two lines where standard error is no terminal.
+    active: False shows nothing (every process of a run but the first).
     stream, clock: standard error and time.monotonic unless a test replaces them.
 
   Use as a context manager, or call `close`, which shows the final state.
@@ -32,9 +34,10 @@ class Progress:
       every_s: float = 10.0,
       stream: TextIO | None = None,
       clock: Callable[[], float] = time.monotonic,
+      active: bool = True,
   ):
     self._total, self._what, self._done = total, what, done
-    self._stream = sys.stderr if stream is None else stream
+    self._stream = open(os.devnull, "w") if not active else sys.stderr if stream is None else stream
     self._clock = clock
     self._tty = self._stream.isatty()
     self._every_s = 0.2 if self._tty else every_s

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 AXES = ("data", "fsdp", "tensor")
@@ -77,6 +78,30 @@ def take(table, index, *axes: str | None):
 def gathered(weight, axes: Sequence[str | None]):
   """A weight whole along `fsdp`, as the layer that uses it needs it; the transpose scatters its gradient."""
   return constrain(weight, *axes, without="fsdp")
+
+
+def put(value, place: NamedSharding) -> jax.Array:
+  """A value that every process holds whole, on the mesh: each process fills the parts of its own devices."""
+  if place.is_fully_addressable:
+    return jax.device_put(value, place)
+  if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(place, value.ndim):
+    return value
+  value = np.asarray(value)
+  return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
+
+
+def local_copy(value, device: jax.Device, dtype=None) -> jax.Array:
+  """The whole of an array of any mesh on one device of this process, cast first; every process must call this.
+
+  Between processes one array at a time is whole on each of its devices, for as long as that takes.
+  """
+  value = value if dtype is None else value.astype(dtype)
+  if value.is_fully_addressable:
+    return jax.device_put(value, jax.sharding.SingleDeviceSharding(device))
+  everywhere = NamedSharding(value.sharding.mesh, P(*[None] * value.ndim))
+  with jax.set_mesh(value.sharding.mesh):
+    whole = jax.jit(lambda x: jax.sharding.reshard(x, everywhere.spec))(value)
+  return jax.block_until_ready(next(part.data for part in whole.addressable_shards if part.device == device))
 
 
 def named(mesh, axes: Sequence[str | None]) -> NamedSharding:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from stratified import losses, sharding
@@ -89,7 +90,7 @@ def make_update(mesh, config: decoder.DecoderConfig, optimizer: optax.GradientTr
     state = _apply(optimizer, state, gradient, finite)
     stats["update/skipped"] = 1.0 - finite
     state = _moved(state, host, jax.memory.Space.Host)
-    return state, stats | {"advantage_qk": advantage_qk}
+    return state, stats | {"advantage_qk": _whole(advantage_qk)}
 
   return OnMesh(mesh, jax.jit(step, donate_argnums=0))
 
@@ -121,10 +122,13 @@ def _moved(state: TrainState, parts: Collection[str], space) -> TrainState:
 
 
 def _flat(x_qk):
-  """[Q, K] -> [Q K], whole on every device: small, and any row may hold any trajectory's tokens."""
-  if not jax.sharding.get_abstract_mesh().empty:
-    x_qk = jax.sharding.reshard(x_qk, P(None, None))
-  return x_qk.reshape(-1)
+  """[Q, K] -> [Q K]: any row may hold any trajectory's tokens."""
+  return _whole(x_qk).reshape(-1)
+
+
+def _whole(x_qk):
+  """A small array whole on every device."""
+  return x_qk if jax.sharding.get_abstract_mesh().empty else jax.sharding.reshard(x_qk, P(None, None))
 
 
 def _advantages(advantage, num_strata, eps, batch, step):
@@ -198,7 +202,7 @@ def init_state(mesh, config: decoder.DecoderConfig, params, optimizer, *, with_r
   With an adapter `params` become the frozen weights, themselves the reference, and new adapters are what is trained.
   """
   place = lambda tree, table: {
-      name: jax.device_put(value, sharding.named(mesh, table[name].axes)) for name, value in tree.items()}
+      name: sharding.put(value, sharding.named(mesh, table[name].axes)) for name, value in tree.items()}
   with jax.set_mesh(mesh):
     params, reference = place(params, decoder.weights(config)), None
     if adapter:
@@ -207,7 +211,7 @@ def init_state(mesh, config: decoder.DecoderConfig, params, optimizer, *, with_r
     elif with_reference:
       reference = {name: jnp.array(x, decoder.seen_dtype(config, name), copy=True) for name, x in params.items()}
     opt_state = jax.jit(optimizer.init)(params)
-    zero = jax.device_put(jnp.zeros((), jnp.int32), sharding.named(mesh, ()))
+    zero = sharding.put(np.zeros((), np.int32), sharding.named(mesh, ()))
     state = TrainState(step=zero, params=params, opt_state=opt_state, reference=reference,
                        skipped_in_a_row=jnp.copy(zero))
     return _moved(state, host, jax.memory.Space.Host)

@@ -20,7 +20,7 @@ from stratified.policy import lora
 
 CONFIG = decoder_config(vocab_size=64, width=32, num_heads=4, num_kv_heads=4, head_dim=8, mlp_width=64, remat="full")
 LORA = lora.LoraConfig(rank=3, alpha=6.0)
-MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
+MESHES = [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
 
 # Plain SGD that keeps the gradient as its state.
 SGD = optax.GradientTransformation(

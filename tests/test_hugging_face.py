@@ -119,6 +119,14 @@ def test_a_window_above_every_layer_is_not_in_use(tmp_path):
 def test_a_directory_without_a_readable_config_says_so(tmp_path):
   with pytest.raises(FileNotFoundError, match="config.json does not exist; name a Hugging Face model"):
     hugging_face.load_config(tmp_path)
+  for content, message in {"[]": "holds a list, not an object", "3": "holds a int, not an object"}.items():
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"config.json: {message} of settings; copy or download it again"):
+      hugging_face.load_config(tmp_path)
+  for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"):
+    for value in (0, "12", 2.5, True):
+      with pytest.raises(ValueError, match=f"config.json: {key}={value!r} must be a whole number above 0"):
+        hugging_face.load_config(written(tmp_path, **{key: value}))
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(ValueError, match="config.json: Expecting"):
     hugging_face.load_config(tmp_path)

@@ -46,7 +46,7 @@ def packed(config, seed=0):
 def test_thin_products_beside_the_weights_equal_merged_weights(switches, targets):
   config, adapter = dataclasses.replace(CONFIG, **switches), dataclasses.replace(LORA, targets=targets)
   frozen, adapters = parameters(config), adapters_of(config, adapter)
-  hidden = functools.partial(decoder.hidden, config)
+  hidden = jax.jit(functools.partial(decoder.hidden, config))
   merged = lora.merge(config, adapter, frozen, adapters)
   expected, plain = hidden(merged, *packed(config)), hidden(frozen, *packed(config))
   found = hidden(lora.join(adapter, frozen, adapters), *packed(config))
@@ -70,8 +70,8 @@ def test_merging_adds_alpha_over_rank_times_a_b():
 def test_the_sampler_takes_either_form():
   frozen, adapters = parameters(CONFIG), adapters_of()
   token, position = np.arange(6)[None] % 32, np.arange(6)[None]
-  run = lambda params: decoder.extend(
-      CONFIG, decoder.unstack(CONFIG, params), token, position, decoder.empty_cache(CONFIG, 1, 8))[0]
+  run = jax.jit(lambda params: decoder.extend(
+      CONFIG, decoder.unstack(CONFIG, params), token, position, decoder.empty_cache(CONFIG, 1, 8))[0])
   np.testing.assert_allclose(
       run(lora.join(LORA, frozen, adapters)), run(lora.merge(CONFIG, LORA, frozen, adapters)), atol=2e-5)
 
@@ -98,7 +98,8 @@ def test_frozen_weights_in_bfloat16_take_float32_adapters():
   adapters = adapters_of()
   joined = lora.join(LORA, frozen, adapters)
   assert joined["q_a"].dtype == jnp.float32 and joined["q"].dtype == jnp.bfloat16
-  found, merged = (decoder.hidden(config, params, *packed(config)) for params in (
+  hidden = jax.jit(functools.partial(decoder.hidden, config))
+  found, merged = (hidden(params, *packed(config)) for params in (
       joined, lora.merge(config, LORA, frozen, adapters)))
   assert found.dtype == jnp.bfloat16 and lora.merge(config, LORA, frozen, adapters)["q"].dtype == jnp.bfloat16
   # bfloat16 has 8 bits: a few roundings of 2^-8 in values of about 1.
@@ -204,7 +205,7 @@ def sharded(tmp_path_factory):
   return arrays, json.loads(str(arrays.pop("facts")))
 
 
-@pytest.mark.parametrize("sizes", ["8x1x1", "1x8x1", "2x2x2", "1x2x4"])
+@pytest.mark.parametrize("sizes", ["1x8x1", "2x2x2", "1x2x4"])
 def test_a_step_on_eight_devices_equals_one(sharded, sizes):
   arrays, facts = sharded
   for part in ("params", "gradient", "policy"):
@@ -219,7 +220,7 @@ def test_a_step_on_eight_devices_equals_one(sharded, sizes):
   assert facts[sizes] == {"compilations": 1, "as_abstract": True, "merged_in_place": True}
 
 
-@pytest.mark.parametrize("sizes", ["8x1x1", "1x8x1", "2x2x2", "1x2x4"])
+@pytest.mark.parametrize("sizes", ["1x8x1", "2x2x2", "1x2x4"])
 def test_factors_are_split_where_their_weight_is_and_never_along_the_rank(sharded, sizes):
   _, fsdp, tensor = map(int, sizes.split("x"))
   share = {name.split("/")[-1]: float(value) for name, value in sharded[0].items() if name.startswith(f"{sizes}/share/")}

@@ -342,6 +342,15 @@ def test_a_lost_search_is_not_remembered():
   assert behind.calls == [(["bad", "a"], 1), (["bad"], 1)]
 
 
+def test_a_lost_query_loses_the_rollouts_that_asked_it_and_no_other():
+  from stratified.rollout import loop
+  from stratified.rollout.agent import Lookup
+  lookups = {(0, 0, 0): Lookup(("a", "bad")), (0, 0, 1): Lookup(("a",)), (0, 1, 0): Lookup(("bad",))}
+  found = loop._search(lookups, Counting(), 1)
+  assert isinstance(found[0, 0, 0], RetrieverError) and isinstance(found[0, 1, 0], RetrieverError)
+  assert found[0, 0, 1] == [[Passage("a", "", "1")]]
+
+
 @pytest.mark.parametrize("capacity", [1, 3, 50])
 def test_a_cache_changes_no_result(capacity):
   draw, cached = random.Random(capacity), Cached(Counting(), capacity)

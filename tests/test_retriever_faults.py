@@ -16,8 +16,12 @@ import time
 
 import pytest
 
+from configs import search_r1
+from experiments import check, retrievers, worlds
+from stratified import checkpoint
+from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.client import HttpRetriever, RetrieverDown
-from stratified.retrieval.corpus import RetrieverError
+from stratified.retrieval.corpus import Passage, RetrieverError
 from test_train import SETTINGS, rows, rows_so_far, without_times
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,18 +38,17 @@ def flags_of(settings):
 def start(program, *flags, **environment):
   """A program as a process, and the URL that it prints."""
   process = subprocess.Popen([sys.executable, program, *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, env=os.environ | environment)
+                             env=os.environ | environment)  # what it says to stderr, pytest shows
   line = process.stdout.readline()
   found = re.search(r"at (http://127\S+)", line)
   if not found:
     process.kill()
-    raise AssertionError(line + process.stdout.read())
+    raise AssertionError(f"{program} did not start: {line}")
   return process, found[1]
 
 
-def serve(*flags, port=0):
-  return start("experiments/serve_retriever.py", "--config=configs/search_r1.py:tiny",
-               f"--config.data.entities={SETTINGS['data.entities']}", f"--port={port}", *flags)
+def serve(corpus, *flags, port=0):
+  return start("experiments/serve_retriever.py", f"--corpus={corpus}", f"--port={port}", *flags)
 
 
 def end(*processes):
@@ -67,9 +70,19 @@ def run(workdir, url, **changes):
 @pytest.fixture(scope="module")
 def server():
   """A healthy server of the run's own encyclopedia."""
-  process, url = serve()
+  process, url = start("experiments/serve_retriever.py", "--config=configs/search_r1.py:tiny", "--port=0",
+                       f"--config.data.entities={SETTINGS['data.entities']}")
   yield url
   end(process)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  """The same passages as a file: a server of that starts in no time."""
+  config, path = search_r1.get_config("tiny"), tmp_path_factory.mktemp("corpus") / "passages.jsonl"
+  config.data.entities = SETTINGS["data.entities"]
+  path.write_text("".join(json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in worlds.passages(config)))
+  return path
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +132,11 @@ def until(holds, patience=120):
     time.sleep(0.005)
 
 
-def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, tmp_path):
+def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, corpus, tmp_path):
   """Killed and restarted: the run waits. Killed for good: it stops in one sentence; the same command goes on."""
   workdir, port = copy_of(begun, tmp_path / "run"), free_port()
   known = rows_so_far(workdir)
-  process, url = serve(port=port)
+  process, url = serve(corpus, port=port)
   log = (tmp_path / "log").open("w+")
   patient = {"retriever.give_up_s": 120.0, "num_steps": STEPS}
   training = subprocess.Popen(command(workdir, url, **patient), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
@@ -134,20 +147,17 @@ def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, 
     seen = [rows_so_far(workdir)]
     until(lambda: seen.append(rows_so_far(workdir)) or time.sleep(0.5) or seen[-1] == rows_so_far(workdir))
     assert training.poll() is None and rows_so_far(workdir) < known + STEPS - 1
-    process, _ = serve(port=port)
+    process, _ = serve(corpus, port=port)
     waited_at = rows_so_far(workdir)
     until(lambda: rows_so_far(workdir) > waited_at + 2 or training.poll() is not None)
     end(process)  # now for good, as far as this process knows
     training.send_signal(signal.SIGKILL)
     training.wait()
-    resumed = [row["step"] for row in rows(workdir) if "reward/mean" in row]
-    assert resumed == list(range(1, len(resumed) + 1)) and all(row["rollout/failed"] == 0 for row in rows(workdir)
-                                                               if "reward/mean" in row)
   finally:
     training.kill()
     training.wait()
     log.close()
-  process, _ = serve(port=port)
+  process, _ = serve(corpus, port=port)
   try:
     done = subprocess.Popen(command(workdir, url, **patient | {"retriever.give_up_s": 1.5}), cwd=ROOT,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -159,10 +169,7 @@ def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, 
     assert done.returncode == 1 and "Traceback" not in errors, errors[-2000:]
     assert f"the retriever at {url} has given no usable reply for" in errors and "what was saved is safe" in errors
     assert step < STEPS and (workdir / "checkpoints" / str(step)).exists()
-    refused = run(workdir, url, **patient)
-    assert refused.returncode == 1 and f"no retriever answers at {url} (ConnectError" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    process, _ = serve(port=port)
+    process, _ = serve(corpus, port=port)
     done = run(workdir, url, **patient)
     assert done.returncode == 0 and f"going on from step {step} of {STEPS}" in done.stdout, done.stderr[-3000:]
   finally:
@@ -215,11 +222,46 @@ def test_a_run_refuses_a_server_of_another_corpus_before_any_work(server, tmp_pa
   assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("changes, sentence", [
+    ({"retriever.name": "google"}, "retriever.name='google' is unknown; choose one of bm25, dense, http, hybrid"),
+    ({"retriever.url": "localhost"}, "'localhost' is not the URL of a retriever; give one like http://127.0.0.1:8000"),
+    ({"retriever.name": "dense"}, "retriever.index='' is no folder of an index.*build_index.py"),
+    ({"retriever.name": "hybrid", "retriever.index": "nowhere"}, "retriever.index='nowhere' is no folder of an index"),
+    ({"retriever.give_up_s": 0.0}, "retriever.give_up_s=0.0 must be above 0"),
+    ({"retriever.retries": -1}, "retriever.retries=-1 must be at least 0"),
+    ({"retriever.in_flight": 0}, "retriever.in_flight=0 must be at least 1"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
+def test_a_retriever_that_can_t_be_is_refused_in_words(changes, sentence):
+  config = search_r1.get_config("tiny")
+  config.update_from_flattened_dict(RUN | changes)
+  with pytest.raises((ValueError, OSError), match=sentence):
+    check.check(config)
+
+
+def test_where_the_retriever_listens_may_change_and_what_it_searches_may_not(tmp_path):
+  stored = search_r1.get_config("tiny")
+  checkpoint.check_config(tmp_path, json.loads(stored.to_json()))
+  stored.retriever.url, stored.retriever.give_up_s, stored.retriever.cache = "http://127.0.0.1:9", 7.0, 3
+  checkpoint.check_config(tmp_path, json.loads(stored.to_json()))
+  stored.retriever.corpus = "0123"
+  with pytest.raises(ValueError, match='retriever.corpus: "" in the workdir, "0123" now'):
+    checkpoint.check_config(tmp_path, json.loads(stored.to_json()))
+
+
+def test_a_workdir_keeps_the_manifest_of_its_index_and_refuses_another(tmp_path):
+  first, second = (BM25([Passage("1", "", text)]) for text in ("one", "two"))
+  for _ in range(2):
+    retrievers.check_same(tmp_path, first)
+  with pytest.raises(ValueError, match=r"corpus: \w{16} in the workdir, \w{16} now.*or a new --workdir"):
+    retrievers.check_same(tmp_path, second)
+  retrievers.check_same(tmp_path, first)
+
+
 # ---------------------------------------------------------------- the client alone, against a process
 
 
-def test_a_server_that_hangs_is_given_up_in_time_and_works_again_after():
-  process, url = serve()
+def test_a_server_that_hangs_is_given_up_in_time_and_works_again_after(corpus):
+  process, url = serve(corpus)
   try:
     asking = HttpRetriever(url, timeout_s=0.5, retries=1, give_up_s=2.5)
     asking.connect()
@@ -242,23 +284,25 @@ def _found(asking):
     return None
 
 
-def test_a_server_restarted_with_other_passages_stops_the_run():
+def test_a_server_restarted_with_other_passages_stops_the_run(corpus, tmp_path):
   port = free_port()
-  process, url = serve(port=port)
+  process, url = serve(corpus, port=port)
   try:
     asking = HttpRetriever(url, give_up_s=60)
     asking.connect()
     asking.search(["who"], 1)
     end(process)
-    process, _ = serve("--config.seed=1", port=port)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(corpus.read_text().splitlines(keepends=True)[:-1]))
+    process, _ = serve(other, port=port)
     with pytest.raises(RetrieverDown, match="searches another index"):
       asking.search(["who"], 1)
   finally:
     end(process)
 
 
-def test_a_refused_query_is_lost_alone():
-  process, url = serve("--max_query_characters=40")
+def test_a_refused_query_is_lost_alone(corpus):
+  process, url = serve(corpus, "--max_query_characters=40")
   try:
     asking = HttpRetriever(url)
     found = asking.search(["who", "w" * 41, "what is it"], 1)

@@ -264,12 +264,12 @@ def test_settings_out_of_range_are_refused(setting):
 def start(*flags):
   """experiments/serve_retriever.py as a process, and its URL."""
   process = subprocess.Popen([sys.executable, "experiments/serve_retriever.py", *flags], cwd=ROOT, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                             stdout=subprocess.PIPE)  # what it says to stderr, pytest shows
   line = process.stdout.readline()
-  found = re.search(r"serving kind bm25, count (\d+), corpus \w{16} at (http://\S+)", line)
+  found = re.search(r"serving kind (\w+), count \d+, corpus \w{16} at (http://\S+)", line)
   if not found:
     process.kill()
-    raise AssertionError(line + process.stdout.read())
+    raise AssertionError(f"the server did not start: {line}")
   return process, found[2]
 
 
@@ -363,11 +363,35 @@ def test_sigterm_ends_what_is_in_flight_and_takes_nothing_new(corpus):
     httpx.get(url + "/health", trust_env=False)
 
 
+def test_a_dense_index_and_a_hybrid_are_served_like_bm25(tmp_path):
+  pytest.importorskip("torch", reason="needs torch, which makes the small encoder")
+  from experiments import build_index, retrievers
+  from stratified.retrieval.corpus import read_corpus
+  from tests import small_encoders
+  small_encoders.save(tmp_path / "encoder")
+  path = tmp_path / "corpus.jsonl"
+  path.write_text("".join(json.dumps({"id": f"{i}", "contents": f'"T{i}"\nthe {word} of {word[::-1]}'}) + "\n"
+                          for i, word in enumerate(small_encoders.WORDS)))
+  build_index.main([f"--corpus={path}", f"--encoder={tmp_path / 'encoder'}", f"--output={tmp_path / 'out'}",
+                    "--index", "flat"])
+  index, passages, queries = str(tmp_path / "out" / "flat"), read_corpus(path), small_encoders.WORDS[:5]
+  local = {"dense": retrievers.dense(index), "hybrid": retrievers.hybrid(index, passages)}
+  for kind, retriever in local.items():
+    process, url = start(f"--retriever={kind}", f"--index={index}", f"--corpus={path}", "--port=0")
+    try:
+      remote = HttpRetriever(url, queries_per_request=2)
+      assert remote.connect() == json.loads(json.dumps(retriever.manifest)) and remote.manifest["kind"] == kind
+      assert remote.search(queries, 3) == retriever.search(queries, 3) and remote.search(queries, 3)[0]
+    finally:
+      process.terminate()
+      assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize("flags, message", [
     ([], "--retriever=bm25 needs passages: give --corpus=FILE, or a run's --config"),
     (["--corpus=none.jsonl"], "none.jsonl"),
     (["--retriever=dense"], "--retriever=dense needs --index=FOLDER, made by experiments/build_index.py"),
-    (["--corpus=x", "--max_topk=2"], "x"),
+    (["--retriever=dense", "--index=nowhere"], "nowhere/manifest.json does not exist"),
 ])
 def test_what_can_t_be_served_is_refused_in_one_sentence(flags, message):
   done = subprocess.run([sys.executable, "experiments/serve_retriever.py", "--port=0", *flags], cwd=ROOT,

@@ -351,6 +351,16 @@ def test_the_same_parameters_are_not_sent_twice(start):
     check(found.generate(requests(4)), step=2)
 
 
+def test_parameters_that_share_arrays_with_the_last_ones_are_sent(start):
+  servers = start(1)
+  with sampler(servers, loaded=False) as (found, fleet):
+    shared = np.zeros(3)
+    found.load({"norm": shared, "q": np.zeros(2)}, 1)
+    found.load({"norm": shared, "q": np.ones(2)}, 2)
+    assert len(servers[0].seen("/update_weights_from_disk")) == 2
+    check(found.generate(requests(4)), version="run-2", step=2)
+
+
 @pytest.mark.parametrize("fault", ["500", "503", "garbage", "truncated", "nan", "none", "short", "foreign", "abort"])
 def test_an_answer_that_is_none_is_asked_for_again(start, fault):
   servers = start(2)

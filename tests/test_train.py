@@ -98,7 +98,7 @@ def test_trajectories_hold_what_the_step_rolled_out(whole):
   assert policy == row["rollout/policy_tokens"]
 
 
-def interrupt(workdir, number, when, patience=900):
+def interrupt(workdir, number, when, patience=900, **changes):
   """Starts the run, sends it the signal once `when(rows)` holds, and waits for its end; (exit status, output).
 
   Rows count once this process has changed their number: those of the run before may still stand at its start.
@@ -106,7 +106,7 @@ def interrupt(workdir, number, when, patience=900):
   before, moved = rows_so_far(workdir), False
   log = workdir.parent / f"{workdir.name}-{number}.log"
   with log.open("w") as output:
-    process = subprocess.Popen(command(workdir), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command(workdir, **changes), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
       end = time.monotonic() + patience
       while process.poll() is None and time.monotonic() < end:

@@ -8,7 +8,7 @@ from typing import Any
 import unicodedata
 
 Record = Mapping[str, Any]
-_WORD = re.compile(r"\w+")
+_ACCENT = re.compile("[\u0300-\u036f]")
 
 
 def key(question: str) -> str:
@@ -17,7 +17,9 @@ def key(question: str) -> str:
   A question of no word at all is its own key, so that two of them are not taken for one.
   """
   folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", question).casefold())
-  words = _WORD.findall("".join(c for c in folded if not unicodedata.combining(c)))
+  bare = unicodedata.normalize("NFKC", _ACCENT.sub("", folded))
+  # letters, numbers and marks: Hindi and Thai write vowels as marks
+  words = "".join(c if unicodedata.category(c)[0] in "LNM" else " " for c in bare).split()
   return " ".join(words) or question
 
 

@@ -38,7 +38,17 @@ def load_config(directory: str | os.PathLike, **overrides) -> decoder.DecoderCon
   return decoder.DecoderConfig(**fields | overrides)
 
 
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
 def _fields(raw: dict) -> dict[str, Any]:
+  if not isinstance(raw, dict):
+    raise ValueError(f"holds a {type(raw).__name__}, not an object of settings; copy or download it again")
+  given = {key: raw[key] for key in SIZES} | {
+      key: raw[key] for key in ("num_key_value_heads", "head_dim") if raw.get(key) is not None}
+  for key, value in given.items():
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+      raise ValueError(f"{key}={value!r} must be a whole number above 0; copy or download the file again")
   switches = FAMILIES[_check_supported(raw)][1]
   theta, scaling = _rope(raw)
   heads = raw["num_attention_heads"]

@@ -13,6 +13,7 @@ What becomes of a search:
 import asyncio
 from collections.abc import Callable, Sequence
 import json
+import logging
 import random
 import threading
 import time
@@ -22,6 +23,9 @@ import httpx
 
 from stratified.retrieval import wire
 from stratified.retrieval.corpus import Passage, RetrieverError
+
+# httpx reports every request at the level INFO, which absl's handler prints.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 # What the request itself is to blame for. Other 4xx say that this is no retriever, or not for us.
 _REFUSED = (400, 413, 414, 415, 422, 431)

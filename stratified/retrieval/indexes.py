@@ -8,11 +8,14 @@ The metric is the inner product, which for unit vectors is the cosine. `memory` 
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import time
 
-import faiss
+# It reports which builds of itself it tries; absl's handler would print that at every start.
+logging.getLogger("faiss").setLevel(logging.WARNING)
+import faiss  # noqa: E402
 import numpy as np
 
 from stratified.progress import Progress

@@ -70,8 +70,9 @@ def check(setting: Setting):
   _check_searches(setting.limits, getattr(setting.protocol, "searches", (0, None)))
   limit = setting.limits.max_observation_tokens
   fixed = {"the tags around one token of a passage": smallest_observation(
-      setting.protocol.information([]), setting.encode),
-           "the corrective observation": len(setting.encode(setting.protocol.corrective))}
+      setting.protocol.information([]), setting.encode)}
+  if "search" in getattr(setting.protocol, "actions", ("search", "answer")):  # else nothing is ever corrected
+    fixed["the corrective observation"] = len(setting.encode(setting.protocol.corrective))
   for what, needed in fixed.items():
     if needed > limit:
       raise ValueError(f"max_observation_tokens is {limit}, but {what} takes {needed} tokens; "

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stratified import sharding
 from stratified.policy import decoder
 from stratified.rollout.sampler import Completion, Request
 
@@ -86,7 +87,8 @@ class JaxSampler:
     del step
     if self._busy():
       raise RuntimeError("load() while generations are running: poll them to their end first")
-    whole = jax.device_put(params, jax.sharding.SingleDeviceSharding(self._device))
+    whole = {name: sharding.local_copy(value, self._device, decoder.seen_dtype(self._model, name))
+             for name, value in params.items()}
     self._params = _unstack(self._model, whole)
     if self._cache is None:
       with jax.default_device(self._device):

@@ -15,8 +15,10 @@ What becomes of a fault:
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -44,7 +46,7 @@ class Servers:
     self.vocab_size, self.eos_id = vocab_size, eos_id
     self.running = 0
     self._steps: dict[int, int] = {}
-    self._held: Any = None
+    self._held: dict[str, weakref.ref] = {}
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
     self._thread.start()
@@ -78,14 +80,20 @@ class Servers:
     """
     if self.running and not self.interrupt:
       raise RuntimeError("load() while generations are running: poll them to their end first")
-    mark = min(params.items(), key=lambda item: item[1].size)[1]
-    if self._held is not None and mark is self._held[0]:
-      self._steps[self._held[1].number] = step
+    if self.loaded and params.keys() == self._held.keys() and all(self._held[n]() is params[n] for n in params):
+      self._steps[max(self._steps)] = step
       return
+    self._held = {}
     weights = self.publisher.publish(params)
     self._steps[weights.number] = step
     self.wait(self.fleet.update(weights), 2 * self.config.update_s + self.config.outage_s + 120)
-    self._held = (mark, weights)
+    # Every array, since some may be shared by two states; weakly, so that none outlives the trainer's need of it.
+    self._held = {name: weakref.ref(value) for name, value in params.items()}
+
+  @property
+  def loaded(self) -> bool:
+    """Whether the servers hold weights, the last ones that were given."""
+    return bool(self._held)
 
   def step_of(self, number: int) -> int:
     return self._steps[number]
@@ -106,19 +114,14 @@ class Servers:
     """Ends the thread and removes what was written for the servers; they themselves run on."""
     if not self._thread.is_alive():
       return
-    try:
-      if hasattr(self, "fleet"):
-        self.wait(self.fleet.abort(), 40)
-        self.wait(self.fleet.close(), 10)
-      if self.publisher.group:
-        self.wait(self.publisher.group.close(), 10)
-      self.wait(_cancel_all(), 10)
-    except SamplerError:
-      pass  # a server that gives no answer to its abort; the thread ends all the same
-    finally:
-      self._loop.call_soon_threadsafe(self._loop.stop)
-      self._thread.join(10)
-      self.publisher.close()
+    last = [self.fleet.abort, self.fleet.close] if hasattr(self, "fleet") else []
+    last += [self.publisher.group.close] if self.publisher.group else []
+    for end in (*last, _cancel_all):
+      with contextlib.suppress(SamplerError):  # a server that hangs gives no answer to its abort
+        self.wait(end(), 5)
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join(10)
+    self.publisher.close()
 
   def __enter__(self):
     return self
@@ -148,7 +151,7 @@ class SglangSampler:
 
   def submit(self, request: Request) -> None:
     """Raises ValueError for a request that no server may get: ids outside the vocabulary, or too many."""
-    if self._servers._held is None:
+    if not self._servers.loaded:
       raise RuntimeError("submit() before load(): there are no parameters to sample from")
     check_request(request, self._servers.vocab_size, self._servers.fleet.context)
     self._pending += 1

@@ -301,6 +301,9 @@ class Fleet:
       else:
         errors = await asyncio.gather(*(quietly(give(member, publication, self.config)) for member in members))
       proven = await asyncio.gather(*(quietly(self._prove(member)) for member, error in zip(members, errors) if not error))
+    except SamplerError as error:
+      self._stop(error)
+      raise
     finally:
       self._updating = False
     proven = iter(proven)

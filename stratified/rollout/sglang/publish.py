@@ -8,6 +8,7 @@ Each ends with the weights' version on every server, which the fleet then checks
 """
 
 import asyncio
+import contextvars
 from collections.abc import Iterator, Sequence
 import dataclasses
 import os
@@ -94,10 +95,11 @@ class Weights:
       bucket, last = next(buckets, (None, True))
       return bucket and torch_wire.update_body(bucket, ranks=ranks, weight_version=self.version if last else None)
 
-    buckets = self.publisher.buckets(self.params)
+    # One context for all calls: the generator behind it may hold a context variable (NumPy's error state) meanwhile.
+    loop, context, buckets = asyncio.get_running_loop(), contextvars.copy_context(), self.publisher.buckets(self.params)
     while True:
       try:
-        message = await asyncio.to_thread(body, buckets)
+        message = await loop.run_in_executor(None, context.run, body, buckets)
       except RuntimeError as error:
         raise Refused(f"these parameters can't be read any more, the next ones will be sent ({error})") from error
       if message is None:

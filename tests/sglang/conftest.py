@@ -1,0 +1,123 @@
+"""Real SGLang servers on CPU for the tests of this folder, started once: `make test-sglang`."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "third_party" / "sglang"))  # small_checkpoint
+import small_checkpoint  # noqa: E402
+
+from stratified.data import tokenizer as tokenizers
+from stratified.policy import hugging_face
+from stratified.rollout.sglang.members import FleetConfig
+from stratified.rollout.sglang.publish import PublishConfig, Publisher
+from stratified.rollout.sglang_sampler import Servers
+
+PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+HELPER = ("env", f"PYTHONPATH={ROOT / 'third_party' / 'sglang' / 'standins'}", "SGLANG_USE_CPU_ENGINE=1", "OMP_NUM_THREADS=1",
+          str(PYTHON), str(ROOT / "third_party" / "sglang" / "broadcast.py"))
+LENGTH = 256
+READY_S = 300
+
+
+class RealServer:
+  """One server and the processes that belong to it, in a session of their own."""
+
+  def __init__(self, model: pathlib.Path, logs: pathlib.Path):
+    with socket.socket() as free:
+      free.bind(("127.0.0.1", 0))
+      self.port = free.getsockname()[1]
+    self.model, self.logs, self.url = model, logs, f"http://127.0.0.1:{self.port}"
+    self.start()
+
+  def start(self):
+    self.process = subprocess.Popen(
+        ["nice", "-n", "5", ROOT / "third_party/sglang/launch.sh", self.model, "--cpu", "--port", str(self.port),
+         "--logs", self.logs], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+  def signal(self, number):
+    os.killpg(self.process.pid, number)
+
+  def kill(self):
+    with contextlib.suppress(ProcessLookupError):
+      self.signal(signal.SIGKILL)
+    self.process.wait()
+
+  def ready(self):
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end:
+      if self.process.poll() is not None:
+        break
+      with contextlib.suppress(OSError):
+        if urllib.request.urlopen(self.url + "/health", timeout=5).status == 200:
+          return self
+      time.sleep(0.5)
+    log = (self.logs / f"server-{self.port}.log").read_text(errors="replace")[-3000:]
+    pytest.fail(f"the server on port {self.port} is not ready; its log ends with\n{log}")
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory):
+  directory = tmp_path_factory.mktemp("model")
+  small_checkpoint.write(directory)
+  return directory
+
+
+@pytest.fixture(scope="session")
+def real_servers(model_directory, tmp_path_factory):
+  """Two servers of the small model."""
+  if not PYTHON.exists():
+    pytest.skip("needs the servers' environment: third_party/sglang/setup.sh cpu")
+  logs = tmp_path_factory.mktemp("logs")
+  servers = [RealServer(model_directory, logs) for _ in range(2)]
+  try:
+    yield [server.ready() for server in servers]
+  finally:
+    for server in servers:
+      server.kill()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+  return tokenizers.build()
+
+
+@pytest.fixture(scope="session")
+def model(model_directory):
+  return hugging_face.load_config(model_directory)
+
+
+@pytest.fixture(scope="session")
+def params_of(model, model_directory):
+  """params_of(n): parameters that differ with n; 0 are the directory's own."""
+  first = hugging_face.load_params(model_directory, model, dtype="float32")
+  return lambda n: {name: value * (1 + 0.1 * n) if value.ndim > 2 else value for name, value in first.items()}
+
+
+@pytest.fixture
+def connect(model, tokenizer):
+  """connect(servers, sync=..., interrupt=..., mesh=..., **settings of the fleet) as a context."""
+  @contextlib.contextmanager
+  def connected(servers, *, sync="disk", directory="", interrupt=False, mesh=None, **changes):
+    settings = dict(start_s=30.0, outage_s=240.0, timeout_s=120.0, health_s=20.0, update_s=120.0, in_flight=16) | changes
+    publisher = Publisher(model, PublishConfig(sync=sync, directory=str(directory), group_command=HELPER, bucket_bytes=2**17),
+                          avoid=tokenizer.eos_id, mesh=mesh)
+    with Servers(FleetConfig(tuple(server.url for server in servers), **settings), publisher, vocab_size=model.vocab_size,
+                 eos_id=tokenizer.eos_id, max_tokens=LENGTH, interrupt=interrupt) as found:
+      yield found
+  return connected
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_cpu():
+  assert jax.default_backend() == "cpu", "these tests compare float32 on CPU; set JAX_PLATFORMS=cpu"

@@ -1,0 +1,244 @@
+"""experiments/prepare_data.py: from raw files, or a hub on the loopback, to what the presets name."""
+
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from configs import search_r1
+from stratified.data import prepare, readers
+from stratified.retrieval.corpus import read_corpus
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def lines(path, *records):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  return path
+
+
+def flashrag(id, question, answer="x"):
+  return {"id": id, "question": question, "golden_answers": [answer]}
+
+
+def run(*arguments):
+  return subprocess.run([sys.executable, "experiments/prepare_data.py", *map(str, arguments)], cwd=ROOT, capture_output=True,
+                        text=True, env=os.environ | {"no_proxy": "127.0.0.1"})
+
+
+def raw_files(raw):
+  lines(raw / "nq" / "train.jsonl", flashrag("train_0", "who wrote hamlet"), flashrag("train_1", "where is Oslo?"))
+  lines(raw / "hotpotqa" / "train.jsonl", flashrag("train_0", "Same country?", "yes"))
+  lines(raw / "nq" / "test.jsonl", flashrag("test_0", "Where is oslo"))
+  lines(raw / "popqa" / "test.jsonl", flashrag("test_0", "Who wrote Hamlet?"), flashrag("test_1", "Who is Ada?"))
+  return raw
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("prepared")
+  raw, out = raw_files(folder / "raw"), folder / "data"
+  (raw / "psgs.tsv").write_text('id\ttext\ttitle\n1\t"Aaron said ""I"" am\t here."\tAaron\n2\tÉ\tB\n')
+  done = run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", f"--train={raw / 'hotpotqa/train.jsonl'}",
+             f"--test={raw / 'nq/test.jsonl'}", f"--test={raw / 'popqa'}", f"--corpus={raw / 'psgs.tsv'}", "--remove_duplicates")
+  assert done.returncode == 0, done.stderr
+  return out, done.stdout
+
+
+def test_writes_what_the_presets_read(prepared):
+  out, _ = prepared
+  config = search_r1.get_config("base")
+  place = lambda value: out / pathlib.Path(value).relative_to("data")
+  train = readers.read_questions(place(config.data.questions), split=config.data.split)
+  assert [(q.source, q.text) for q in train] == [("hotpotqa", "Same country?")] and train[0].hops == 2
+  held = readers.read_questions(place(config.data.evaluation))
+  assert [(q.source, q.text) for q in held] == [("nq", "Where is oslo"), ("popqa", "Who wrote Hamlet?"), ("popqa", "Who is Ada?")]
+  passages = read_corpus(place(config.data.corpus))
+  assert [(p.id, p.title, p.text) for p in passages] == [("1", "Aaron", 'Aaron said "I" am\t here.'), ("2", "B", "É")]
+
+
+def test_the_manifest_tells_counts_hashes_licences_and_duplicates(prepared):
+  out, told = prepared
+  manifest = json.loads((out / "manifest.json").read_text())
+  assert set(manifest["files"]) == {"nq_hotpotqa_train/hotpotqa.jsonl", "benchmarks/nq.jsonl", "benchmarks/popqa.jsonl",
+                                    "wiki18.jsonl"}
+  for path, entry in manifest["files"].items():
+    data = (out / path).read_bytes()
+    assert entry["sha256"] == hashlib.sha256(data).hexdigest() and entry["bytes"] == len(data)
+    assert entry["count"] == data.count(b"\n") and entry["licence"] and entry["sources"][0]["sha256"]
+  assert manifest["files"]["benchmarks/popqa.jsonl"]["licence"] == "MIT"
+  assert manifest["duplicates"] == {"across": {"nq / nq": 1, "nq / popqa": 1}, "within": {}, "between_training_sets": {},
+                                    "removed": {"nq": 2, "hotpotqa": 0}}
+  assert "nq / popqa: 1 training question stands in the benchmark (left out)" in told
+  assert not list(out.rglob("*.part"))
+
+
+def test_duplicates_stay_unless_told_and_benchmarks_of_an_earlier_call_are_compared(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  assert run(f"--out={out}", f"--test={raw / 'popqa'}").returncode == 0
+  done = run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", "--train_sets=nq", "--train_name=mix")
+  assert done.returncode == 0, done.stderr
+  assert "nq / popqa: 1 training question stands in the benchmark (kept; --remove_duplicates leaves them out)" in done.stdout
+  manifest = json.loads((out / "manifest.json").read_text())
+  assert set(manifest["files"]) == {"benchmarks/popqa.jsonl", "mix/nq.jsonl"} and manifest["files"]["mix/nq.jsonl"]["count"] == 2
+
+
+def test_the_same_inputs_give_the_same_files(prepared, tmp_path):
+  raw = raw_files(tmp_path / "raw")
+  for name in ("a", "b"):
+    assert run(f"--out={tmp_path / name}", f"--test={raw / 'popqa'}").returncode == 0
+  assert (tmp_path / "a/manifest.json").read_text() == (tmp_path / "b/manifest.json").read_text()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "nothing to prepare: name files with --train, --test, --corpus, or --download=all"),
+    (["--test=RAW/none.jsonl"], "none.jsonl: there is no such file"),
+    (["--train=RAW/nq/train.jsonl"], "--train holds no questions of hotpotqa"),
+    (["--download=zoo"], "--download names zoo; choose from all, train, test, corpus, nq"),
+    (["--corpus=RAW/bad.tsv"], "its first row is ['id', 'title'], but passages come with the columns id, text, title"),
+    (["--test=../up=RAW/nq/test.jsonl"], "there is no such file"),
+    (["--test=RAW/zoo.jsonl"], "name it as SET="),
+    (["--test=RAW/twice.jsonl"], "the id '1' names two questions"),
+    (["--test=RAW/empty"], "no file in it is named after a question set"),
+    (["--train=RAW/popqa", "--train_sets=popqa", "--test=RAW/popqa", "--remove_duplicates"], "--train holds no questions of popqa"),
+    (["--download=nq", "--endpoint=http://127.0.0.1:9", "--raw=RAW/x"],
+     "/datasets/RUC-NLPIR/FlashRAG_datasets/resolve/main/nq/test.jsonl can't be fetched"),
+])
+def test_what_cannot_be_prepared_is_one_sentence(tmp_path, arguments, message):
+  raw = raw_files(tmp_path / "raw")
+  (raw / "bad.tsv").write_text("id\ttitle\n1\tx\n")
+  (raw / "empty").mkdir()
+  lines(raw / "zoo.jsonl", flashrag("1", "x"))
+  lines(raw / "twice.jsonl", flashrag("1", "x") | {"data_source": "a"}, flashrag("1", "y") | {"data_source": "a"})
+  done = run(f"--out={tmp_path / 'data'}", *(argument.replace("RAW", str(raw)) for argument in arguments))
+  assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+  if "popqa" in message and "--train=RAW/popqa" in arguments:
+    # a file of test questions is no training file, whichever flag names it
+    assert "stand in a benchmark" in done.stderr or message in done.stderr
+  else:
+    assert message in done.stderr
+  if "--download=nq" in arguments:
+    assert "Without a network, bring the files from a machine that has one and name them: --train=PATH" in done.stderr
+
+
+class Hub(http.server.ThreadingHTTPServer):
+
+  def __init__(self, files):
+    super().__init__(("127.0.0.1", 0), _Hub)
+    self.files, self.cut, self.asked = files, 0, []
+    threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+  """As the hub answers: large files by a redirection with their SHA-256, ranges, ETags."""
+
+  def log_message(self, *unused):
+    pass
+
+  def do_HEAD(self):
+    self._send(body=False)
+
+  def do_GET(self):
+    self.server.asked.append((self.path, self.headers.get("Range")))
+    self._send(body=True)
+
+  def _send(self, body):
+    data = self.server.files.get(self.path.removeprefix("/store"))
+    if data is None:
+      return self.send_error(404)
+    digest = hashlib.sha256(data).hexdigest()
+    if not self.path.startswith("/store"):
+      self.send_response(302)
+      for name, value in {"Location": f"/store{self.path}", "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": len(data),
+                          "X-Repo-Commit": "c0ffee"}.items():
+        self.send_header(name, str(value))
+      return self.end_headers()
+    start = int((self.headers.get("Range") or "bytes=0-")[6:-1])
+    self.send_response(206 if start else 200)
+    if start:
+      self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+    self.send_header("Content-Length", str(len(data) - start))
+    self.send_header("ETag", f'"{digest}"')
+    self.end_headers()
+    if body:
+      data = data[start:]
+      if self.server.cut and len(data) > 1000:
+        self.server.cut, data = self.server.cut - 1, data[:len(data) // 2]
+      self.wfile.write(data)
+
+
+def test_everything_by_name_from_a_hub_with_breaks_and_a_second_call_that_fetches_nothing(tmp_path):
+  base = "/datasets/RUC-NLPIR/FlashRAG_datasets/resolve/v7"
+  question = lambda *records: "".join(json.dumps(record) + "\n" for record in records).encode()
+  files = {f"{base}/{name}/{split}.jsonl": question(flashrag(f"{split}_0", f"{name} {split}?"))
+           for name, split in [("nq", "train"), ("hotpotqa", "train"), ("nq", "test"), ("triviaqa", "test"), ("popqa", "test"),
+                               ("hotpotqa", "dev"), ("2wikimultihopqa", "dev"), ("musique", "dev"), ("bamboogle", "test")]}
+  corpus = question(*({"id": str(i), "contents": f'"T{i}"\n{hashlib.sha256(str(i).encode()).hexdigest()}'} for i in range(300)))
+  files["/datasets/PeterJinGo/wiki-18-corpus/resolve/v7/wiki-18.jsonl.gz"] = gzip.compress(corpus)
+  with Hub(files) as hub:
+    hub.cut = 1
+    flags = [f"--out={tmp_path}", "--download=all", "--revision=v7", f"--endpoint=http://127.0.0.1:{hub.server_port}"]
+    done = run(*flags)
+    assert done.returncode == 0, done.stderr
+    assert any(range_ for path, range_ in hub.asked if path.endswith("wiki-18.jsonl.gz"))
+    asked, before = len(hub.asked), (tmp_path / "manifest.json").read_text()
+    stamp = (tmp_path / "wiki18.jsonl").stat().st_mtime_ns
+    assert run(*flags).returncode == 0
+    assert len(hub.asked) == asked and (tmp_path / "manifest.json").read_text() == before
+    assert (tmp_path / "wiki18.jsonl").stat().st_mtime_ns == stamp  # the corpus is not converted again
+    hub.shutdown()
+  assert (tmp_path / "wiki18.jsonl").read_bytes() == corpus
+  manifest = json.loads(before)
+  assert len(manifest["files"]) == 10
+  assert manifest["files"]["wiki18.jsonl"]["sources"][0]["url"].endswith("/resolve/v7/wiki-18.jsonl.gz")
+  assert manifest["files"]["benchmarks/hotpotqa.jsonl"]["splits"] == ["dev"]
+  assert len(readers.read_questions(tmp_path / "benchmarks")) == 7
+
+
+# ---------------------------------------------------------------- the corpus
+
+
+@pytest.mark.parametrize("record, contents", [
+    ({"id": 7, "contents": '"T"\nx'}, '"T"\nx'), ({"id": "7", "title": "T", "text": "x"}, '"T"\nx'),
+    ({"id": "7", "title": "", "text": "x"}, "x")])
+def test_passages_in_each_json_form(tmp_path, record, contents):
+  found = prepare.write_corpus(lines(tmp_path / "c.jsonl", record), tmp_path / "out.jsonl")
+  assert found["count"] == 1 and json.loads((tmp_path / "out.jsonl").read_text()) == {"id": "7", "contents": contents}
+
+
+def test_a_compressed_corpus_has_the_same_bytes_each_time(tmp_path):
+  source = lines(tmp_path / "c.jsonl", *({"id": str(i), "contents": "x"} for i in range(50)))
+  first, second = (prepare.write_corpus(source, tmp_path / name / "wiki.jsonl.gz") for name in ("a", "b"))
+  assert first == second and first["sha256"] == prepare.sha256_of(tmp_path / "a/wiki.jsonl.gz")
+  assert len(read_corpus(tmp_path / "a/wiki.jsonl.gz")) == 50
+
+
+@pytest.mark.parametrize("ids, good", [
+    (["0", "1", "5"], True), (["a", "b", "01", "1"], True), (["1", "1"], False), (["2", "1"], False), (["a", "1", "a"], False),
+    (["٣", "3"], True), (["", "1"], False)])
+def test_ids_of_passages_are_unique(tmp_path, ids, good):
+  source = lines(tmp_path / "c.jsonl", *({"id": id, "contents": "x"} for id in ids))
+  if good:
+    assert prepare.write_corpus(source, tmp_path / "o.jsonl")["count"] == len(ids)
+  else:
+    with pytest.raises(ValueError, match="c.jsonl, line [12]|c.jsonl, line 3"):
+      prepare.write_corpus(source, tmp_path / "o.jsonl")
+    assert not (tmp_path / "o.jsonl").exists() and not (tmp_path / "o.jsonl.part").exists()
+
+
+def test_a_damaged_table_of_passages_is_named(tmp_path):
+  (tmp_path / "c.tsv").write_text("id\ttext\ttitle\n1\tx\n")
+  with pytest.raises(ValueError, match="c.tsv, line 2: 2 fields where there must be 3"):
+    prepare.write_corpus(tmp_path / "c.tsv", tmp_path / "o.jsonl")
+  whole = gzip.compress(b"id\ttext\ttitle\n" + b"".join(b"%d\tx%d\ty\n" % (i, i * i) for i in range(5000)))
+  (tmp_path / "c.tsv.gz").write_bytes(whole[:len(whole) // 2])
+  with pytest.raises(ValueError, match="not a readable table"):
+    prepare.write_corpus(tmp_path / "c.tsv.gz", tmp_path / "o.jsonl")
