@@ -59,7 +59,8 @@ def _common() -> ml_collections.ConfigDict:
 
   c.sampler = ml_collections.ConfigDict()
   c.sampler.name = "jax"
-  c.sampler.lanes = 64
+  c.sampler.devices = 1  # of each process; 0 is all of them
+  c.sampler.lanes = 64  # rollouts side by side on each device
   c.sampler.block = 16
   c.sampler.rows = 16
   c.sampler.prefill_tokens = 4096  # tokens of one prefill call, padding included
@@ -236,6 +237,7 @@ def _base(c):
   c.policy.dtype = "bfloat16"
   c.policy.remat = "full"
   c.policy.logit_chunk = 512
+  c.sampler.devices = 0
   c.sampler.lanes = 16
   c.sampler.prefill_tokens = 2048
   c.sampler.release = True

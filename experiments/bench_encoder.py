@@ -1,12 +1,13 @@
 """Speed of the text encoder against sentence-transformers: same weights, texts and cores, vectors compared.
 
     pip install sentence-transformers==6.2.0      # of this benchmark alone
-    python experiments/bench_encoder.py [--encoder=.cache/models/all-minilm-l6-v2] [--corpus=FILE] [--texts=1024]
+    python experiments/bench_encoder.py [--encoder=DIR] [--corpus=FILE] [--texts=512]
 
-Both sides tokenise, encode, pool and normalise the same passages and then as many short queries, in turns; sentence-
-transformers gets the fastest of several batch sizes. Without --corpus the passages are those of a generated
-encyclopedia, a few in one text, so that they are about a hundred words long. Ratios are of texts a second by the clock,
-and of texts a second of processor time, which other programs on the machine disturb less.
+Both sides tokenise, encode, pool and normalise the same passages and then as many short queries, in turns;
+sentence- transformers gets the fastest of several batch sizes. Without --corpus the passages are those of a
+generated encyclopedia, a few in one text, so that they are about a hundred words long. Ratios are of texts a
+second by the clock, and of texts a second of processor time, which other programs on the machine disturb
+less.
 """
 
 import argparse
@@ -43,7 +44,8 @@ class Theirs:
     self._model, self._texts, self.batch_size = model, [prefix + text for text in texts], batch_size
 
   def __call__(self) -> np.ndarray:
-    return self._model.encode(self._texts, batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=False)
+    return self._model.encode(self._texts, batch_size=self.batch_size, normalize_embeddings=True,
+                              show_progress_bar=False)
 
 
 def fastest(model, texts, prefix) -> Theirs:
@@ -64,8 +66,8 @@ def compare(what, texts, encoder, model, repeats) -> dict:
   processor = {name: float(np.median(time.processor)) for name, time in times.items()}
   tokens = sum(map(len, encoder.token_ids(texts, role)))
   ratio = lambda seconds: seconds["sentence-transformers"] / seconds["stratified"]
-  return dict(what=what, texts=len(texts), tokens=tokens, apart=apart, batch_size=theirs.batch_size, wall_s=wall,
-              processor_s=processor, ratio=ratio(wall), processor_ratio=ratio(processor))
+  return dict(what=what, texts=len(texts), tokens=tokens, apart=apart, batch_size=theirs.batch_size,
+              wall_s=wall, processor_s=processor, ratio=ratio(wall), processor_ratio=ratio(processor))
 
 
 def main() -> None:
@@ -84,17 +86,21 @@ def main() -> None:
   try:
     from sentence_transformers import SentenceTransformer
   except ImportError:
-    raise SystemExit("bench_encoder.py: run `pip install sentence-transformers==6.2.0`, which it compares with.") from None
+    raise SystemExit(
+        "bench_encoder.py: run `pip install sentence-transformers==6.2.0`, which it compares with.") from None
   encoder = Encoder.load(a.encoder, max_length=a.max_length, dtype=a.dtype, batch_tokens=a.batch_tokens)
   model = SentenceTransformer(str(a.encoder), device="cpu", local_files_only=True)
   model.max_seq_length = encoder.max_length
-  print("texts               tokens     stratified   sentence-transformers    by the clock   by processor time   apart")
+  print(
+      "texts               tokens     stratified   sentence-transformers    by the clock   by processor time   apart"
+  )
   rows = []
   for what, texts in texts_of(a.corpus, a.texts).items():
     rows.append(row := compare(what, texts, encoder, model, a.repeats))
     mine, other = (row["texts"] / row["wall_s"][name] for name in ("stratified", "sentence-transformers"))
-    print(f"{row['texts']:6,} {what:9} {row['tokens']:9,} {mine:10,.0f}/s {other:15,.0f}/s (batch {row['batch_size']:3}) "
-          f"{row['ratio']:10.2f}x {row['processor_ratio']:16.2f}x {row['apart']:10.1e}", flush=True)
+    print(
+        f"{row['texts']:6,} {what:9} {row['tokens']:9,} {mine:10,.0f}/s {other:15,.0f}/s (batch {row['batch_size']:3}) "
+        f"{row['ratio']:10.2f}x {row['processor_ratio']:16.2f}x {row['apart']:10.1e}", flush=True)
   if a.json:
     a.json.write_text(json.dumps(rows, indent=1))
 

@@ -1,16 +1,16 @@
 """What an index finds, holds and costs: recall on real questions, and size and time on random vectors.
 
-    python experiments/bench_indexes.py recall --indexes=DIR --questions=FOLDER [--kinds flat hnsw ivf_pq] [--json=FILE]
-    python experiments/bench_indexes.py scale --counts 1000000 4000000 --dimension=384 [--kinds flat hnsw ivf_pq ivf_sq]
+    python experiments/bench_indexes.py recall --indexes=DIR --questions=FOLDER [--kinds flat hnsw]
+    python experiments/bench_indexes.py scale --counts 1000000 4000000 [--dimension=384] [--kinds flat hnsw]
 
-`recall` takes the indexes that experiments/build_index.py made in DIR and every question whose gold passages are known
-(`"evidence": "gold"`, their ids in `evidence_ids`). Recall at 3 of a question is the share of its gold passages among
-the first three; a question of three hops has three of them. BM25 and its fusion with the first kind stand beside it;
-each kind's ratio to flat says what the approximation costs.
+`recall` takes the indexes that experiments/build_index.py made in DIR and every question whose gold passages
+are known (`"evidence": "gold"`, their ids in `evidence_ids`). Recall at 3 of a question is the share of its
+gold passages among the first three; a question of three hops has three of them. BM25 and its fusion with the
+first kind stand beside it; each kind's ratio to flat says what the approximation costs.
 
-`scale` builds each index over random unit vectors in a process of its own and tells processor time, peak memory and
-query time on one thread, beside the sizes that `--predict` of build_index tells. Random vectors have no neighbours
-worth finding, so they say nothing of recall; they are the hardest case for time.
+`scale` builds each index over random unit vectors in a process of its own and tells processor time, peak
+memory and query time on one thread, beside the sizes that `--predict` of build_index tells. Random vectors
+have no neighbours worth finding, so they say nothing of recall; they are the hardest case for time.
 """
 
 import argparse
@@ -38,11 +38,14 @@ def gold_questions(folder: pathlib.Path) -> dict[str, list[tuple[str, list[str]]
   found = {}
   for path in sorted(folder.glob("*.jsonl")):
     records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    asked = [(r["question"], r["evidence_ids"]) for r in records if r.get("evidence") == "gold" and r.get("evidence_ids")]
+    asked = [(r["question"], r["evidence_ids"])
+             for r in records
+             if r.get("evidence") == "gold" and r.get("evidence_ids")]
     if asked:
       found[path.stem] = asked
   if not found:
-    raise SystemExit(f"{folder} holds no question with \"evidence\": \"gold\" and evidence_ids; name another --questions.")
+    raise SystemExit(
+        f"{folder} holds no question with \"evidence\": \"gold\" and evidence_ids; name another --questions.")
   return found
 
 
@@ -52,7 +55,7 @@ def recall_at(hits, asked) -> np.ndarray:
 
 
 class Remembering:
-  """An encoder that encodes a text once: kinds of index are compared on the same vectors, and timed without them."""
+  """An encoder that encodes a text once, so that searches can be timed without it."""
 
   def __init__(self, encoder):
     self.manifest, self._encoder, self._known = encoder.manifest, encoder, {}
@@ -82,12 +85,16 @@ def retrievers(a):
     found[kind] = open_dense(a.indexes / kind, encoder, passages=store)
     if found[kind].manifest["index"]["kind"] == "ivf_pq" and found[kind].manifest["index"]["rerank"]:
       found[f"{kind}, codes alone"] = open_dense(a.indexes / kind, encoder, passages=store, rerank=0)
-  return found | {f"hybrid, depth {depth}": Hybrid([bm25, found[a.kinds[0]]], depth=depth) for depth in a.depths}
+  return found | {
+      f"hybrid, depth {depth}": Hybrid([bm25, found[a.kinds[0]]], depth=depth) for depth in a.depths
+  }
 
 
 def measure_recall(a) -> None:
   questions = gold_questions(a.questions)
-  print(f"questions with gold passages: {', '.join(f'{name} {len(asked):,}' for name, asked in questions.items())}")
+  print(
+      f"questions with gold passages: {', '.join(f'{name} {len(asked):,}' for name, asked in questions.items())}"
+  )
   print(f"| recall@{TOPK} x 100 | {' | '.join(questions)} | mean | of {a.kinds[0]} | ms a query |")
   print("|---" * (len(questions) + 4) + "|")
   rows = {}
@@ -162,14 +169,16 @@ def build_one(a) -> dict:
   with tempfile.NamedTemporaryFile(suffix=".faiss", dir=a.scratch) as file:
     faiss.write_index(index, file.name)
     size = pathlib.Path(file.name).stat().st_size
-  return dict(kind=a.kind, count=a.count, dimension=a.dimension, train_s=trained - start, add_s=added - trained, peak=peak,
-              size=size, query_s=float(np.median(times)), batched_s=batched,
+  return dict(kind=a.kind, count=a.count, dimension=a.dimension, train_s=trained - start,
+              add_s=added - trained, peak=peak, size=size, query_s=float(np.median(times)), batched_s=batched,
               predicted_size=memory.index_bytes(config, a.count, a.dimension),
               predicted_peak=memory.build_bytes(config, a.count, a.dimension))
 
 
 def measure_scale(a) -> None:
-  print("| index | vectors | train | add | size (predicted) | peak of building (predicted) | one query | of 100 together |")
+  print(
+      "| index | vectors | train | add | size (predicted) | peak of building (predicted) | one query | of 100 together |"
+  )
   print("|---|---|---|---|---|---|---|---|")
   rows = []
   for count in a.counts:
@@ -180,15 +189,18 @@ def measure_scale(a) -> None:
       except MemoryError as error:
         print(f"| {kind} | {count:,} | {error} |")
         continue
-      command = [sys.executable, __file__, "one", f"--kind={kind}", f"--count={count}", f"--dimension={a.dimension}",
-                 f"--queries={a.queries}", f"--settings={json.dumps(a.settings)}"]
+      command = [
+          sys.executable, __file__, "one", f"--kind={kind}", f"--count={count}", f"--dimension={a.dimension}",
+          f"--queries={a.queries}", f"--settings={json.dumps(a.settings)}"
+      ]
       command += [f"--scratch={a.scratch}"] if a.scratch else []
       done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
       rows.append(row := json.loads(done.stdout.splitlines()[-1]))
       gb = memory.gigabytes
-      print(f"| {kind} | {count:,} x {a.dimension} | {row['train_s']:.0f} s | {row['add_s']:.0f} s | {gb(row['size'])} "
-            f"({gb(row['predicted_size'])}) | {gb(row['peak'])} ({gb(row['predicted_peak'])}) | {1e3 * row['query_s']:.2f} ms "
-            f"| {1e3 * row['batched_s']:.2f} ms |", flush=True)
+      print(
+          f"| {kind} | {count:,} x {a.dimension} | {row['train_s']:.0f} s | {row['add_s']:.0f} s | {gb(row['size'])} "
+          f"({gb(row['predicted_size'])}) | {gb(row['peak'])} ({gb(row['predicted_peak'])}) | {1e3 * row['query_s']:.2f} ms "
+          f"| {1e3 * row['batched_s']:.2f} ms |", flush=True)
   if a.json:
     a.json.write_text(json.dumps(rows, indent=1))
 
@@ -198,8 +210,10 @@ def main() -> None:
   commands = parser.add_subparsers(dest="command", required=True)
   p = commands.add_parser("recall")
   p.add_argument("--indexes", type=pathlib.Path, required=True, help="--output of build_index.py")
-  p.add_argument("--questions", type=pathlib.Path, required=True, help="folder of SET.jsonl with evidence_ids")
-  p.add_argument("--kinds", nargs="+", default=["flat", "hnsw", "ivf_pq", "ivf_sq"], help="the first is what others are compared with")
+  p.add_argument("--questions", type=pathlib.Path, required=True,
+                 help="folder of SET.jsonl with evidence_ids")
+  p.add_argument("--kinds", nargs="+", default=["flat", "hnsw", "ivf_pq", "ivf_sq"],
+                 help="the first is what others are compared with")
   p.add_argument("--depths", nargs="+", type=int, default=[50], help="of the hybrid")
   p = commands.add_parser("scale")
   p.add_argument("--counts", nargs="+", type=int, default=[1_000_000])
@@ -211,7 +225,8 @@ def main() -> None:
     q.add_argument("--dimension", type=int, default=384)
     q.add_argument("--queries", type=int, default=100)
     q.add_argument("--scratch", help="where an index is written to be weighed; default: the system's")
-    q.add_argument("--settings", type=json.loads, default={}, help='of IndexConfig, as JSON: {"ef_construction": 100}')
+    q.add_argument("--settings", type=json.loads, default={},
+                   help='of IndexConfig, as JSON: {"ef_construction": 100}')
   for q in commands.choices.values():
     q.add_argument("--json", type=pathlib.Path, help="write the measurements to this file")
   a = parser.parse_args()

@@ -66,7 +66,8 @@ def sampler_config(config, *, greedy: bool = False) -> SamplerConfig:
 
 
 def sampler(config, model: decoder.DecoderConfig, tokenizer, *, greedy: bool = False) -> JaxSampler:
-  return JaxSampler(model, sampler_config(config, greedy=greedy), tokenizer)
+  devices = jax.local_devices()
+  return JaxSampler(model, sampler_config(config, greedy=greedy), tokenizer, devices[:config.sampler.devices or len(devices)])
 
 
 def partition(config) -> strata.Partition:

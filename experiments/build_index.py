@@ -1,14 +1,14 @@
 """From a corpus and an encoder to a dense index: vectors in shards, then one index or several of them.
 
     python experiments/build_index.py --corpus=FILE --encoder=DIR --output=DIR --index flat
-    python experiments/build_index.py --corpus=wiki18.jsonl --encoder=.cache/models/e5-base-v2 --output=wiki18-e5 \\
+    python experiments/build_index.py --corpus=wiki18.jsonl --encoder=.cache/models/e5-base-v2 --output=wiki18 \\
         --index hnsw ivf_pq
     python experiments/build_index.py --predict --count=21015324 --dimension=768
 
-Passages are encoded first (float16 shards in OUTPUT/embeddings), then each index is built in OUTPUT/KIND. Memory and
-disk are predicted and compared with what is free before any work. The same command goes on where it was stopped, and
-does nothing where all is done; --part=0/8 encodes an eighth of the shards, for several machines on one file system;
-`--index` without a kind only encodes.
+Passages are encoded first (float16 shards in OUTPUT/embeddings), then each index is built in OUTPUT/KIND.
+Memory and disk are predicted and compared with what is free before any work. The same command goes on where
+it was stopped, and does nothing where all is done; --part=0/8 encodes an eighth of the shards, for several
+machines on one file system; `--index` without a kind only encodes.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from stratified.retrieval import embeddings as shards, indexes, memory
 from stratified.retrieval.memory import IndexConfig
 from stratified.retrieval.store import PassageStore
 
-SETTINGS = ("storage", "links", "ef_construction", "ef_search", "lists", "probes", "code_bytes", "training_vectors",
-            "rerank")
+SETTINGS = ("storage", "links", "ef_construction", "ef_search", "lists", "probes", "code_bytes",
+            "training_vectors", "rerank")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,21 +29,28 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--corpus", type=pathlib.Path, help="JSON Lines of passages, plain (or .gz, if small)")
   p.add_argument("--encoder", type=pathlib.Path, help="Hugging Face directory of a BERT-type encoder")
   p.add_argument("--output", type=pathlib.Path, help="folder of the vectors and indexes")
-  p.add_argument("--index", nargs="*", choices=memory.KINDS, default=["flat"], help="kinds to build; default: flat")
+  p.add_argument("--index", nargs="*", choices=memory.KINDS, default=["flat"],
+                 help="kinds to build; default: flat")
   p.add_argument("--predict", action="store_true", help="only tell what each kind of index would take")
-  p.add_argument("--count", type=int, default=21_015_324, help="of --predict: passages; default: Wikipedia 2018")
-  p.add_argument("--dimension", type=int, default=768, help="of --predict: width of the encoder; default: E5-base")
+  p.add_argument("--count", type=int, default=21_015_324,
+                 help="of --predict: passages; default: Wikipedia 2018")
+  p.add_argument("--dimension", type=int, default=768,
+                 help="of --predict: width of the encoder; default: E5-base")
   p.add_argument("--max-length", type=int, default=256, help="tokens of a passage that are read")
   p.add_argument("--query-prefix", help="in front of queries; default: E5's for an E5, else nothing")
   p.add_argument("--passage-prefix", help="in front of passages; likewise")
-  p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the encoder's products")
+  p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
+                 help="of the encoder's products")
   p.add_argument("--batch-tokens", type=int, help="tokens of a batch on one device; default: by the device")
   p.add_argument("--shard-size", type=int, default=8192, help="passages of a shard")
-  p.add_argument("--part", default="0/1", help="i/n: encode every n-th shard from the i-th on, build no index")
-  p.add_argument("--save-every", type=float, default=600, help="seconds between two saves of an index under way")
+  p.add_argument("--part", default="0/1",
+                 help="i/n: encode every n-th shard from the i-th on, build no index")
+  p.add_argument("--save-every", type=float, default=600,
+                 help="seconds between two saves of an index under way")
   for name in SETTINGS:
     default = getattr(IndexConfig(), name)
-    p.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="of the index; default: %(default)s")
+    p.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default,
+                   help="of the index; default: %(default)s")
   return p
 
 
@@ -80,14 +87,15 @@ def run(a) -> None:
   print(f"{len(store):,} passages; encoder {encoder.manifest['name']}, {encoder.width} wide, prefixes "
         f"{encoder.prefixes}, {encoder.manifest['dtype']}", flush=True)
   check_room(a.output, configs if part == (0, 1) else {}, len(store), encoder.width)
-  shards.encode_corpus(
-      a.output / "embeddings", store, lambda texts: encoder.encode(texts, "passage"), encoder.width,
-      encoder=encoder.manifest, corpus=store.manifest | {"sha256": store.sha256()}, shard_size=a.shard_size, part=part)
+  shards.encode_corpus(a.output / "embeddings", store, lambda texts: encoder.encode(texts, "passage"),
+                       encoder.width, encoder=encoder.manifest,
+                       corpus=store.manifest | {"sha256": store.sha256()}, shard_size=a.shard_size, part=part)
   if part != (0, 1):
     print(f"part {a.part} is encoded; run again without --part when all are, to build the index")
     return
   for kind, config in configs.items():
-    path = indexes.build(config, shards.Embeddings(a.output / "embeddings"), a.output / kind, save_every_s=a.save_every)
+    path = indexes.build(config, shards.Embeddings(a.output / "embeddings"), a.output / kind,
+                         save_every_s=a.save_every)
     print(f"{kind}: {path}, {memory.gigabytes(path.stat().st_size)}", flush=True)
 
 
@@ -116,16 +124,19 @@ def check_room(output: pathlib.Path, configs: dict[str, IndexConfig], count: int
       needed += 2 * memory.index_bytes(config, count, dimension)  # a saved state and the one being written
   free = shutil.disk_usage(output).free
   if needed > free:
-    raise OSError(f"vectors and indexes need up to {memory.gigabytes(needed)} in {output}, and {memory.gigabytes(free)} "
-                  "are free; name an --output on another disk, or fewer kinds of --index.")
+    raise OSError(
+        f"vectors and indexes need up to {memory.gigabytes(needed)} in {output}, and {memory.gigabytes(free)} "
+        "are free; name an --output on another disk, or fewer kinds of --index.")
 
 
 def prediction(count: int, dimension: int) -> str:
   """A table of what each kind of index takes."""
   free = memory.free_bytes()
-  lines = [f"{count:,} vectors of {dimension}; vectors on disk (float16): {memory.gigabytes(2 * count * dimension)}; "
-           f"memory free here: {'unknown' if free is None else memory.gigabytes(free)}",
-           "index                 loaded    while building"]
+  lines = [
+      f"{count:,} vectors of {dimension}; vectors on disk (float16): {memory.gigabytes(2 * count * dimension)}; "
+      f"memory free here: {'unknown' if free is None else memory.gigabytes(free)}",
+      "index                 loaded    while building"
+  ]
   for kind, storage in (("flat", "float32"), ("flat", "float16"), ("hnsw", "float16"), ("hnsw", "int8"),
                         ("ivf_sq", "float16"), ("ivf_sq", "int8"), ("ivf_pq", None)):
     config = IndexConfig(kind, storage or "float16")

@@ -65,7 +65,7 @@ _ANY, _TINY = math.inf, 1e-12
 RANGES = {
     "seed": (0, 2**31 - 1), "num_steps": (1, _ANY), "data.questions_per_step": (1, _ANY),
     "rollout.samples_per_question": (1, _ANY), "rollout.temperature": (_TINY, _ANY), "rollout.top_p": (_TINY, 1),
-    "sampler.lanes": (1, _ANY), "sampler.block": (1, _ANY), "sampler.rows": (1, _ANY),
+    "sampler.lanes": (1, _ANY), "sampler.block": (1, _ANY), "sampler.rows": (1, _ANY), "sampler.devices": (0, _ANY),
     "sampler.prefill_tokens": (1, _ANY),
     "warm_start.num_steps": (0, _ANY), "warm_start.demonstrations_per_step": (1, _ANY),
     "warm_start.encyclopedias": (1, _ANY), "warm_start.context_weight": (0, _ANY),

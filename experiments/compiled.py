@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from experiments import build
 from stratified import batching, costs, hlo, sharding, update
 from stratified.policy import decoder
-from stratified.rollout import jax_sampler
+from stratified.rollout import jax_sampler, lane_programs
 from stratified.types import Batch
 
 FULL = 0.95  # of a packed row's positions hold tokens, for the number of micro-batches
@@ -116,17 +116,20 @@ def figures(plan: Plan) -> dict[str, Any]:
 def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
   """The sampler's programs on one device, beside `resident` bytes of the training state."""
   settings = build.sampler_config(plan.config)
-  here = jax.sharding.SingleDeviceSharding(plan.mesh.devices.flat[0])
+  mesh = lane_programs.make_mesh(plan.mesh.devices.flat[:1])
+  here = lane_programs.whole(mesh)
   struct = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
   whole = {name: jax.ShapeDtypeStruct(w.shape, jnp.float32) for name, w in decoder.weights(plan.model).items()}
   params = struct(jax.eval_shape(lambda p: decoder.unstack(plan.model, p), whole))
   cache = struct(jax.eval_shape(lambda: decoder.empty_cache(plan.model, settings.lanes, settings.length)))
   of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=here)
   lanes = settings.lanes
-  decode = jax_sampler.lower_decode(plan.model, settings, params, cache, of(lanes), of(lanes), of(lanes, 3)).compile()
+  s = settings
+  decode = lane_programs.decode.lower(mesh, plan.model, s.block, s.temperature, s.top_p, s.seed, params, cache, of(lanes), of(lanes),
+                                      of(lanes, 3)).compile()
   width = min(jax_sampler.bucket(settings.length), jax_sampler.CHUNK)
   rows = settings.rows_for(width)
-  prefill = jax_sampler.lower_prefill(plan.model, params, cache, of(rows), of(rows, width), of(rows, width)).compile()
+  prefill = lane_programs.prefill.lower(mesh, plan.model, params, cache, of(rows), of(rows, width), of(rows, width)).compile()
   held = {"params": local_bytes(params), "cache": local_bytes(cache)}
   return held | {"lanes": lanes, "prefill": [rows, width], "decode": resident + peak_of(decode),
                  "prefill_peak": resident + peak_of(prefill)}

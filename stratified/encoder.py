@@ -3,9 +3,10 @@
     encoder = Encoder.load(".cache/models/all-minilm-l6-v2")
     vectors = encoder.encode(["Who wrote Hamlet?"], "query")      # float32 [1, width]
 
-Post-norm transformer with learned positions (Devlin et al., arXiv 1810.04805), mean pooling over a text's tokens,
-L2 norm; E5's prefixes tell queries from passages (Wang et al., arXiv 2212.03533). Texts are batched by length, and
-batches are split over devices by rows. Shapes: r texts, t tokens, d width, h heads, k head dimension, n = r t.
+Post-norm transformer with learned positions (Devlin et al., arXiv 1810.04805), mean pooling over a text's
+tokens, L2 norm; E5's prefixes tell queries from passages (Wang et al., arXiv 2212.03533). Texts are batched
+by length, and batches are split over devices by rows. Shapes: r texts, t tokens, d width, h heads, k head
+dimension, n = r t.
 """
 
 from collections import deque
@@ -35,7 +36,7 @@ _MASKED = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-  """Sizes of the encoder; `max_positions` counts the positions that tokens may have, behind `position_offset`."""
+  """Sizes of the encoder; `max_positions` counts the positions of tokens, behind `position_offset`."""
 
   vocab_size: int
   width: int
@@ -56,7 +57,8 @@ class EncoderConfig:
 
 
 def embed(config: EncoderConfig, params: Params, token_rt: jax.Array, length_r: jax.Array) -> jax.Array:
-  """Unit vectors [R, D], float32, of texts padded on the right; length_r counts a text's own tokens (0: a zero vector).
+  """Unit vectors [R, D], float32, of texts padded on the right; length_r counts a text's own tokens (0: a
+  zero vector).
 
   v = mean over its tokens of the last hidden state;  result = v / |v|.
   """
@@ -64,7 +66,8 @@ def embed(config: EncoderConfig, params: Params, token_rt: jax.Array, length_r: 
   real_rt = jnp.arange(t) < length_r[:, None]
   x = params["word"][token_rt] + params["position"][:t]
   x = norm(x, params["embedding_norm"], params["embedding_norm_bias"], config.norm_eps)
-  # Rows and tokens in one axis: each weight is one large matrix product, which is what a CPU's library does best.
+  # Rows and tokens in one axis: each weight is one large matrix product, which is what a CPU's library does
+  # best.
   x = x.reshape(r * t, -1).astype(config.dtype)
 
   def layer(x_nd, w):
@@ -106,7 +109,7 @@ def _library(q, k, v, real_rt):
 
 
 def _folded(q, k, v, real_rt):
-  """The same sums with texts and heads as one batch axis; divided by the softmax's sum after the last product."""
+  """The same sums, texts and heads as one batch axis; divided by the softmax's sum after the last product."""
   r, t, h, _ = q.shape
   q, k, v = (x.transpose(0, 2, 1, 3).reshape(r * h, t, -1) for x in (q, k, v))
   score = jnp.einsum("bxk,bsk->bxs", q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32)
@@ -121,21 +124,24 @@ def _folded(q, k, v, real_rt):
 class Encoder:
   """Turns texts into unit vectors. One object may be used by several threads.
 
-  `manifest` says what its vectors depend on: name and path, SHA-256 of weights, configuration and tokenizer, pooling, prefixes,
-  longest text, dtype. Indexes keep it and refuse queries of another encoder.
+  `manifest` says what its vectors depend on: name and path, SHA-256 of weights, configuration and tokenizer,
+  pooling, prefixes, longest text, dtype. Indexes keep it and refuse queries of another encoder.
   """
 
   def __init__(self, config: EncoderConfig, params: Params, tokenizer: tokenizers.Tokenizer, *,
                prefixes: dict[str, str], max_length: int, name: str = "", path: str = "", sha256: str = "",
                devices: Sequence[jax.Device] | None = None, batch_tokens: int | None = None):
     if sorted(prefixes) != sorted(ROLES):
-      raise ValueError(f"prefixes are given for {sorted(prefixes)}; they must be given for {', '.join(ROLES)}.")
+      raise ValueError(
+          f"prefixes are given for {sorted(prefixes)}; they must be given for {', '.join(ROLES)}.")
     if not 3 <= max_length <= config.max_positions:
-      raise ValueError(f"max_length={max_length} must lie in [3, {config.max_positions}]: the encoder has that many "
-                       "positions, and two go to the marks around a text.")
+      raise ValueError(
+          f"max_length={max_length} must lie in [3, {config.max_positions}]: the encoder has that many "
+          "positions, and two go to the marks around a text.")
     if tokenizer.get_vocab_size() > config.vocab_size:
-      raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the encoder embeds {config.vocab_size}; "
-                       "they don't belong together.")
+      raise ValueError(
+          f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the encoder embeds {config.vocab_size}; "
+          "they don't belong together.")
     devices = list(devices or jax.local_devices())
     tokenizer.no_padding()  # the files of some models pad every text to 128
     tokenizer.enable_truncation(max_length)
@@ -150,20 +156,23 @@ class Encoder:
             for name, x in params.items()}
     self._params = jax.device_put(cast, jax.NamedSharding(mesh, jax.P()))
     self._placement = jax.NamedSharding(mesh, sharding.spec("row"))
-    self._embed = jax.jit(jax.shard_map(
-        functools.partial(embed, config), mesh=mesh, in_specs=(jax.P(), sharding.spec("row"), sharding.spec("row")),
-        out_specs=sharding.spec("row")))
+    self._embed = jax.jit(
+        jax.shard_map(functools.partial(embed, config), mesh=mesh,
+                      in_specs=(jax.P(), sharding.spec("row"), sharding.spec("row")),
+                      out_specs=sharding.spec("row")))
 
   @classmethod
-  def load(cls, directory: str | os.PathLike, *, max_length: int = 256, prefixes: dict[str, str] | None = None,
-           dtype: str = "float32", devices: Sequence[jax.Device] | None = None,
-           batch_tokens: int | None = None) -> "Encoder":
+  def load(cls, directory: str | os.PathLike, *, max_length: int = 256,
+           prefixes: dict[str, str] | None = None, dtype: str = "float32",
+           devices: Sequence[jax.Device] | None = None, batch_tokens: int | None = None) -> "Encoder":
     """Loads a Hugging Face directory of a BERT or XLM-RoBERTa type encoder.
 
     Args:
       directory: config.json, model.safetensors (or shards with their index), tokenizer.json.
-      max_length: tokens of a text that are read, marks at both ends included; the encoder's positions are the limit.
-      prefixes: what stands in front of a "query" and a "passage"; None is E5's where the name says so, else nothing.
+      max_length: tokens of a text that are read, marks at both ends included; the encoder's positions are the
+        limit.
+      prefixes: what stands in front of a "query" and a "passage"; None is E5's where the name says so, else
+        nothing.
       dtype: of the products, "float32" or "bfloat16"; norms, softmax and pooling are float32 always.
       devices: to split batches over; None is all of this process.
       batch_tokens: tokens of a batch on one device; None is 2,048 on CPU, 65,536 elsewhere.
@@ -174,8 +183,9 @@ class Encoder:
     config = EncoderConfig(**fields, dtype=dtype, attention="folded" if platform == "cpu" else "library")
     path = directory / "tokenizer.json"
     if not path.is_file():
-      raise FileNotFoundError(f"{path} does not exist; save the encoder's fast tokenizer there (transformers' "
-                              "AutoTokenizer.from_pretrained(...).save_pretrained).")
+      raise FileNotFoundError(
+          f"{path} does not exist; save the encoder's fast tokenizer there (transformers' "
+          "AutoTokenizer.from_pretrained(...).save_pretrained).")
     try:
       tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # what the library raises has no narrower type
@@ -183,18 +193,21 @@ class Encoder:
     return cls(config, encoder_weights.load_params(directory, config), tokenizer,
                prefixes=encoder_weights.prefixes_of(directory) if prefixes is None else prefixes,
                max_length=min(max_length, config.max_positions), name=directory.resolve().name,
-               path=str(directory.resolve()), sha256=encoder_weights.fingerprint(directory), devices=devices, batch_tokens=batch_tokens)
+               path=str(directory.resolve()), sha256=encoder_weights.fingerprint(directory), devices=devices,
+               batch_tokens=batch_tokens)
 
   @classmethod
-  def matching(cls, manifest: dict[str, Any], directory: str | os.PathLike | None = None, **options) -> "Encoder":
-    """The encoder of an index, for its queries: `manifest` is the index's `encoder`, `directory` where it lies now.
+  def matching(cls, manifest: dict[str, Any], directory: str | os.PathLike | None = None,
+               **options) -> "Encoder":
+    """The encoder of an index, for its queries; prefixes and longest text are the index's.
 
-    Prefixes and longest text are the manifest's; `options` are those of `load` beside them.
+    `manifest` is the index's "encoder", `directory` where the encoder lies now; `options` are those of `load`.
     """
     try:
       prefixes, max_length, path = manifest["prefixes"], manifest["max_length"], manifest["path"]
     except KeyError as error:
-      raise ValueError(f"the manifest of the index says no {error} of its encoder; build the index again.") from error
+      raise ValueError(
+          f"the manifest of the index says no {error} of its encoder; build the index again.") from error
     return cls.load(directory or path, prefixes=prefixes, max_length=max_length, **options)
 
   @property
@@ -204,8 +217,8 @@ class Encoder:
   def encode(self, texts: Sequence[str], role: str) -> np.ndarray:
     """Unit vectors [len(texts), width], float32, in the order of `texts`; `role` is "query" or "passage".
 
-    A vector does not depend on what else is in the call beyond rounding. Raises FloatingPointError where a vector is
-    not finite.
+    A vector does not depend on what else is in the call beyond rounding. Raises FloatingPointError where a
+    vector is not finite.
     """
     ids = self.token_ids(texts, role)
     result = np.empty((len(ids), self.width), np.float32)
@@ -223,10 +236,19 @@ class Encoder:
     while pending:
       fetch()
     if not np.isfinite(result).all():
-      raise FloatingPointError(f"the encoder {self.manifest['name']!r} gave a vector that is not finite for "
-                               f"{(~np.isfinite(result).all(1)).sum()} of {len(ids)} texts; its weights are damaged, "
-                               "or too large for its dtype (try float32).")
+      raise FloatingPointError(
+          f"the encoder {self.manifest['name']!r} gave a vector that is not finite for "
+          f"{(~np.isfinite(result).all(1)).sum()} of {len(ids)} texts; its weights are damaged, "
+          "or too large for its dtype (try float32).")
     return result
+
+  def warm_up(self, rows: int = 64, length: int = 64) -> None:
+    """Compiles every batch of up to `rows` texts of up to `length` tokens: first queries then don't wait."""
+    lengths = {bucket(n, self.config.max_positions) for n in range(1, min(length, self.max_length) + 1)}
+    for r, t in sorted({(batch_rows(t, left, self._tokens, self._num_devices), t)
+                        for t in lengths for left in range(1, rows + 1)}):
+      batch = np.zeros((r, t), np.int32), np.ones(r, np.int32)
+      jax.block_until_ready(self._embed(self._params, *jax.device_put(batch, self._placement)))
 
   def token_ids(self, texts: Sequence[str], role: str) -> list[list[int]]:
     """The token ids of each text behind its role's prefix, cut at `max_length`."""
@@ -240,7 +262,7 @@ class Encoder:
     return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(clean)]
 
   def _batches(self, ids):
-    """(rows of the call, token_rt, length_r), longest texts first, so that too large a batch fails at once."""
+    """(rows of the call, token_rt, length_r), longest texts first: too large a batch fails at once."""
     order = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
     start = 0
     while start < len(order):
@@ -265,7 +287,7 @@ def bucket(length: int, most: int) -> int:
 
 
 def batch_rows(t: int, left: int, tokens: int, num_devices: int) -> int:
-  """Rows of a batch of texts of t tokens: a power of two times the devices, no more than `tokens` a device need be."""
+  """Rows of a batch of texts of t tokens: a power of two times the devices, within `tokens` a device."""
   full = 1 << max(0, (tokens // t).bit_length() - 1)
   needed = 1 << max(0, -(-left // num_devices) - 1).bit_length()
   return min(full, needed) * num_devices

@@ -27,7 +27,8 @@ POSITION_OFFSETS = {
     "xlm-roberta": lambda raw: raw.get("pad_token_id", 1) + 1,
 }
 
-# Parts of a layer: the encoder's name -> the directory's names, joined along the outputs where there are several.
+# Parts of a layer: the encoder's name -> the directory's names, joined along the outputs where there are
+# several.
 PROJECTIONS = {
     "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
     "o": ("attention.output.dense",),
@@ -37,15 +38,16 @@ PROJECTIONS = {
 NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
 
 FLOATS = ("F32", "F16", "BF16")
-# Tensors that a checkpoint may hold and mean pooling does not use: buffers, BERT's pooler, heads of its pre-training.
+# Tensors that a checkpoint may hold and mean pooling does not use: buffers, BERT's pooler, heads of its
+# pre-training.
 UNUSED = re.compile(r"embeddings\.(position_ids|token_type_ids)$|pooler\.|cls\.|lm_head\.|classifier\.")
 
 
 def load_config(directory: Path) -> dict[str, Any]:
   """The fields of an EncoderConfig that `directory`/config.json states.
 
-  Raises FileNotFoundError without a config.json, ValueError for what the encoder would compute wrongly: another
-  architecture, activation or kind of position, a pooling other than the mean.
+  Raises FileNotFoundError without a config.json, ValueError for what the encoder would compute wrongly:
+  another architecture, activation or kind of position, a pooling other than the mean.
   """
   directory = pathlib.Path(directory)
   raw = _json(directory / "config.json", "name the directory of a BERT-type encoder in Hugging Face's form")
@@ -69,7 +71,8 @@ def load_config(directory: Path) -> dict[str, Any]:
         max_positions=raw["max_position_embeddings"] - POSITION_OFFSETS[kind](raw),
         position_offset=POSITION_OFFSETS[kind](raw), norm_eps=raw.get("layer_norm_eps", 1e-12))
   except KeyError as error:
-    raise ValueError(f"{directory}/config.json has no {error}, which the encoder's size depends on.") from error
+    raise ValueError(
+        f"{directory}/config.json has no {error}, which the encoder's size depends on.") from error
   return fields
 
 
@@ -97,7 +100,8 @@ def _json(path: pathlib.Path, way_out: str) -> dict:
 def prefixes_of(directory: Path) -> dict[str, str]:
   """What stands in front of a query and a passage: E5's words where the encoder is one by name, else nothing.
 
-  The name is the directory's, or the one that config.json was made from. Source: Wang et al., arXiv 2212.03533.
+  The name is the directory's, or the one that config.json was made from. Source: Wang et al., arXiv
+  2212.03533.
   """
   directory = pathlib.Path(directory)
   raw = _json(directory / "config.json", "name the directory of an encoder")
@@ -114,19 +118,25 @@ def shard_paths(directory: Path) -> list[pathlib.Path]:
   if single.is_file():
     return [single]
   if not index.is_file():
-    raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}; convert weights of another "
-                            "format with transformers' save_pretrained first.")
+    raise FileNotFoundError(
+        f"{directory} holds neither {single.name} nor {index.name}; convert weights of another "
+        "format with transformers' save_pretrained first.")
   names = sorted(set(_json(index, "")["weight_map"].values()))
   for name in names:
     if pathlib.PurePath(name).name != name or not (directory / name).is_file():
-      raise FileNotFoundError(f"{index} names {name!r}, which is no file beside it; copy or download it again.")
+      raise FileNotFoundError(
+          f"{index} names {name!r}, which is no file beside it; copy or download it again.")
   return [directory / name for name in names]
 
 
 def fingerprint(directory: Path) -> str:
   """SHA-256 over weights, configuration and tokenizer: two encoders with the same one embed alike."""
   digest = hashlib.sha256()
-  for path in [*shard_paths(directory), pathlib.Path(directory, "config.json"), pathlib.Path(directory, "tokenizer.json")]:
+  for path in [
+      *shard_paths(directory),
+      pathlib.Path(directory, "config.json"),
+      pathlib.Path(directory, "tokenizer.json")
+  ]:
     with path.open("rb") as file:
       digest.update(hashlib.file_digest(file, "sha256").digest())
   return digest.hexdigest()
@@ -151,8 +161,9 @@ def load_params(directory: Path, config) -> dict[str, np.ndarray]:
     params = _embeddings(config, read, files) | _layers(config, read)
     extra = sorted(name for name in files if name not in used and not UNUSED.search(name))
     if extra:
-      raise ValueError(f"{directory} has {len(extra)} tensors without a place in this encoder, {extra[0]} the first; "
-                       "its config.json and its weights don't belong together.")
+      raise ValueError(
+          f"{directory} has {len(extra)} tensors without a place in this encoder, {extra[0]} the first; "
+          "its config.json and its weights don't belong together.")
   return params
 
 
@@ -171,17 +182,20 @@ def _open(directory, stack) -> dict[str, tuple[Any, str]]:
 
 def _tensor(files, name, shape, directory) -> np.ndarray:
   if name not in files:
-    raise ValueError(f"{directory} has no tensor {name}; its config.json and its weights don't belong together, or a "
-                     "file is missing.")
+    raise ValueError(
+        f"{directory} has no tensor {name}; its config.json and its weights don't belong together, or a "
+        "file is missing.")
   file, stored = files[name]
   found = file.get_slice(stored)
   rows, *rest = found.get_shape()
   if len(shape) != 1 + len(rest) or any(want not in (None, got) for want, got in zip(shape, (rows, *rest))):
-    raise ValueError(f"{stored} in {directory} has shape {found.get_shape()}, its config.json says {list(shape)}; "
-                     "they don't belong together.")
+    raise ValueError(
+        f"{stored} in {directory} has shape {found.get_shape()}, its config.json says {list(shape)}; "
+        "they don't belong together.")
   if found.get_dtype() not in FLOATS:
-    raise ValueError(f"{stored} in {directory} is stored as {found.get_dtype()}; only {', '.join(FLOATS)} are read, "
-                     "convert it first.")
+    raise ValueError(
+        f"{stored} in {directory} is stored as {found.get_dtype()}; only {', '.join(FLOATS)} are read, "
+        "convert it first.")
   return file.get_tensor(stored).astype(np.float32)
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from stratified import sharding
+
 # The matrices that Muon orthogonalises, and how many dimensions after `layers` their input takes.
 MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -72,7 +74,7 @@ class MuonState(NamedTuple):
 
 def _orthogonal(x, inputs: int, iterations: int):
   """[L, in..., out...] -> the same shape, each layer's matrix with all singular values near 1, scaled."""
-  meshed = not jax.sharding.get_abstract_mesh().empty
+  meshed = sharding.meshed()
   spec = jax.typeof(x).sharding.spec if meshed else None
   whole = jax.sharding.reshard(x, jax.P(*[None] * x.ndim)) if meshed else x
   rows = math.prod(x.shape[1:1 + inputs])

@@ -61,16 +61,21 @@ def _drop(rule, without):
   return None if rule == without else rule
 
 
+def meshed() -> bool:
+  """Whether code runs under a mesh of this module's axes, and not inside a map over another one's."""
+  return "fsdp" in jax.sharding.get_abstract_mesh().axis_names
+
+
 def constrain(x, *axes: str | None, without: str | None = None):
   """Reshards `x` to its logical axes; the identity where no mesh is set."""
-  if jax.sharding.get_abstract_mesh().empty:
+  if not meshed():
     return x
   return jax.sharding.reshard(x, spec(*axes, without=without))
 
 
 def take(table, index, *axes: str | None):
   """table[index] for a table that every device holds whole; `axes` are the logical axes of the result."""
-  if jax.sharding.get_abstract_mesh().empty:
+  if not meshed():
     return table[index]
   return table.at[index].get(out_sharding=spec(*axes))
 
@@ -90,18 +95,20 @@ def put(value, place: NamedSharding) -> jax.Array:
   return jax.make_array_from_callback(value.shape, place, lambda index: value[index])
 
 
-def local_copy(value, device: jax.Device, dtype=None) -> jax.Array:
-  """The whole of an array of any mesh on one device of this process, cast first; every process must call this.
+def replica(value, place: NamedSharding, dtype=None) -> jax.Array:
+  """The whole of an array of any mesh on each device of `place`, which are of this process; cast first.
 
-  Between processes one array at a time is whole on each of its devices, for as long as that takes.
+  Where the array is spread over processes all of them must call this at the same point; one array at a time is then
+  whole on every device, for as long as the call takes.
   """
   value = value if dtype is None else value.astype(dtype)
-  if value.is_fully_addressable:
-    return jax.device_put(value, jax.sharding.SingleDeviceSharding(device))
-  everywhere = NamedSharding(value.sharding.mesh, P(*[None] * value.ndim))
+  if getattr(value, "is_fully_addressable", True):
+    return jax.device_put(value, place)
   with jax.set_mesh(value.sharding.mesh):
-    whole = jax.jit(lambda x: jax.sharding.reshard(x, everywhere.spec))(value)
-  return jax.block_until_ready(next(part.data for part in whole.addressable_shards if part.device == device))
+    whole = jax.jit(lambda x: jax.sharding.reshard(x, P(*[None] * value.ndim)))(value)
+  parts = {part.device: part.data for part in whole.addressable_shards}
+  return jax.make_array_from_single_device_arrays(
+      value.shape, place, [jax.block_until_ready(parts[device]) for device in place.mesh.devices.flat])
 
 
 def named(mesh, axes: Sequence[str | None]) -> NamedSharding:

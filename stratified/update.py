@@ -128,7 +128,7 @@ def _flat(x_qk):
 
 def _whole(x_qk):
   """A small array whole on every device."""
-  return x_qk if jax.sharding.get_abstract_mesh().empty else jax.sharding.reshard(x_qk, P(None, None))
+  return x_qk if not sharding.meshed() else jax.sharding.reshard(x_qk, P(None, None))
 
 
 def _advantages(advantage, num_strata, eps, batch, step):

@@ -36,7 +36,7 @@ def take_step(sizes):
   state = update.init_state(mesh, CONFIG, parameters(CONFIG, scale=2.0), SGD, with_reference=True, adapter=LORA)
   rng = np.random.default_rng(0)
   # Both factors away from zero: every gradient and the KL are.
-  state = state._replace(params={name: jax.device_put(0.3 * rng.standard_normal(x.shape, np.float32), x.sharding)
+  state = state._replace(params={name: jax.device_put(0.1 * rng.standard_normal(x.shape, np.float32), x.sharding)
                                  for name, x in state.params.items()})
   batch = batching.place(mesh, collate(random_groups(8, 3, vocab=64, longest=21, seed=4), rows=8, length=24, micro=3))
   state, stats = step(state, batch)

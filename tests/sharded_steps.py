@@ -75,6 +75,30 @@ def take_step(name, sizes):
   return arrays, facts | {"compilations": step.jitted._cache_size()}
 
 
+def samplers():
+  """What samplers on one device, and on four with fewer lanes each than rollouts, draw for 5 questions of 4 samples.
+
+  Two turns each; the second goes on from the first's own tokens.
+  """
+  config, drawn = MODELS["tied"], {}
+  params = parameters(config, scale=2.0)
+  prompts = [tuple(range(3 + q, 9 + 2 * q)) for q in range(5)]
+  for count, lanes in ((1, 20), (4, 3)):
+    sampler = JaxSampler(config, SamplerConfig(lanes=lanes, length=40, block=3, rows=2, seed=5), OneCharacterEach(64, eos_id=-1),
+                         jax.devices()[:count])
+    sampler.load(params_on_device(params), 1)
+    keys = [(0, q, k) for q in range(5) for k in range(4)]
+    first = sampler.generate([Request(key, prompts[key[1]], 4 + key[2]) for key in keys])
+    second = sampler.generate([
+        Request(one.key, prompts[one.key[1]] + one.token_ids + (1, 2), 5, last=True) for one in first])
+    drawn[count] = [[list(one.token_ids), list(one.log_probs)] for one in (*first, *second)], sampler.stats
+  return drawn
+
+
+def params_on_device(params):
+  return {name: jnp.asarray(value) for name, value in params.items()}
+
+
 def programs():
   """What the compiled update of a mesh holds and sends, with its logits in chunks and without."""
   config, mesh, chain = dataclasses.replace(MODELS["tied"], vocab_size=208), sharding.make_mesh(2, 2, 2), optimizer.make(learning_rate=1e-3)
@@ -100,7 +124,7 @@ def main(path):
       label = f"{name} {'x'.join(map(str, sizes))}"
       found, facts[label] = take_step(name, sizes)
       arrays |= {f"{label}/{key}": value for key, value in found.items()}
-  np.savez(path, facts=json.dumps(facts), programs=json.dumps(programs()), **arrays)
+  np.savez(path, facts=json.dumps(facts), programs=json.dumps(programs()), samplers=json.dumps(samplers()), **arrays)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,12 @@ def made(tmp_path_factory):
   """(folder, the arguments of its command): an E5 by name, a corpus of 676 passages, three indexes."""
   folder = tmp_path_factory.mktemp("made")
   small_encoders.save(folder / "tiny-e5")
-  (folder / "corpus.jsonl").write_text(
-      "".join(json.dumps({"id": str(row), "contents": f'"T{row}"\n{text}'}) + "\n" for row, text in enumerate(TEXTS)))
-  arguments = [f"--corpus={folder / 'corpus.jsonl'}", f"--encoder={folder / 'tiny-e5'}", f"--output={folder / 'out'}",
-               "--index", "flat", "hnsw", "ivf_sq", "--shard-size=200", "--probes=4"]
+  (folder / "corpus.jsonl").write_text("".join(
+      json.dumps({"id": str(row), "contents": f'"T{row}"\n{text}'}) + "\n" for row, text in enumerate(TEXTS)))
+  arguments = [
+      f"--corpus={folder / 'corpus.jsonl'}", f"--encoder={folder / 'tiny-e5'}", f"--output={folder / 'out'}",
+      "--index", "flat", "hnsw", "ivf_sq", "--shard-size=200", "--probes=4"
+  ]
   build_index.main(arguments)
   return folder, arguments
 
@@ -61,7 +63,8 @@ def test_the_manifest_says_what_the_index_was_made_from(made):
   manifest = manifests.read(folder / "out/ivf_sq/manifest.json")
   assert manifest["count"] == 676 and manifest["dimension"] == 32 and manifest["metric"] == "inner_product"
   assert manifest["encoder"]["name"] == "tiny-e5" and manifest["encoder"]["prefixes"]["passage"] == "passage: "
-  assert manifest["corpus"]["path"] == str(folder / "corpus.jsonl") and len(manifest["corpus"]["sha256"]) == 64
+  assert manifest["corpus"]["path"] == str(folder / "corpus.jsonl") and len(
+      manifest["corpus"]["sha256"]) == 64
   assert manifest["index"]["probes"] == 4 and manifest["index"]["kind"] == "ivf_sq"
 
 

@@ -50,7 +50,8 @@ def test_equals_transformers_where_positions_are_counted_behind_the_padding_id(t
 @pytest.mark.parametrize("kind, sizes", [
     ("bert", dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)),
     ("bert", dict(hidden_size=384, num_hidden_layers=12, num_attention_heads=12, intermediate_size=1536)),
-    ("xlm-roberta", dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)),
+    ("xlm-roberta", dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
+                         intermediate_size=3072)),
 ], ids=["e5-base", "multilingual-e5-small", "multilingual-e5-base"])
 def test_equals_transformers_at_e5s_shapes(tmp_path, kind, sizes):
   """The weights are random and the vocabulary is small; everything else is as in the released models."""
@@ -60,7 +61,8 @@ def test_equals_transformers_at_e5s_shapes(tmp_path, kind, sizes):
   texts = TEXTS[:5]
   ids = encoder.token_ids(texts, "passage")
   assert ids[1] == encoder.tokenizer.encode("passage: ").ids
-  np.testing.assert_allclose(encoder.encode(texts, "passage"), small_encoders.reference(model, ids), atol=1e-4)
+  np.testing.assert_allclose(encoder.encode(texts, "passage"), small_encoders.reference(model, ids),
+                             atol=1e-4)
 
 
 def test_equals_transformers_on_the_real_minilm():
@@ -68,7 +70,9 @@ def test_equals_transformers_on_the_real_minilm():
     pytest.skip("all-MiniLM-L6-v2 is not there; python third_party/minilm/fetch.py gets it")
   import transformers
   encoder = Encoder.load(MINILM)
-  texts = ["Who wrote Hamlet?", "", "東京は日本の首都です。", "Paula von Preradović was an Austrian poet. " * 40, "\ud800 x"]
+  texts = [
+      "Who wrote Hamlet?", "", "東京は日本の首都です。", "Paula von Preradović was an Austrian poet. " * 40, "\ud800 x"
+  ]
   ids = encoder.token_ids(texts, "query")
   whole = transformers.AutoTokenizer.from_pretrained(MINILM)
   clean = [text.encode("utf-8", "replace").decode() for text in texts]
@@ -124,7 +128,8 @@ def test_a_text_fits_its_bucket(length, most):
   assert encoders.bucket(length, most) - length < (16 if length <= 128 else 32 if length <= 256 else 64)
 
 
-@given(st.sampled_from([16, 160, 512]), st.integers(1, 5000), st.sampled_from([256, 2048, 65536]), st.integers(1, 8))
+@given(st.sampled_from([16, 160, 512]), st.integers(1, 5000), st.sampled_from([256, 2048, 65536]),
+       st.integers(1, 8))
 @settings(max_examples=80, deadline=None)
 def test_batches_are_few_shapes_and_no_larger_than_needed(t, left, tokens, devices):
   rows = encoders.batch_rows(t, left, tokens, devices)
@@ -143,7 +148,8 @@ def test_padding_and_truncation_of_the_tokenizers_file_do_not_count(tmp_path):
 
 def test_texts_that_are_no_unicode_are_encoded_all_the_same(bert):
   _, _, encoder = bert
-  np.testing.assert_allclose(encoder.encode(["\ud800 king"], "query"), encoder.encode(["? king"], "query"), atol=1e-6)
+  np.testing.assert_allclose(encoder.encode(["\ud800 king"], "query"), encoder.encode(["? king"], "query"),
+                             atol=1e-6)
 
 
 def test_split_over_eight_devices_equals_one(bert):
@@ -158,7 +164,8 @@ def test_split_over_eight_devices_equals_one(bert):
       "np.testing.assert_allclose(many.encode(TEXTS * 5, 'query'), one.encode(TEXTS * 5, 'query'), atol=1e-6)\n"
       "args = jax.device_put((np.ones((8, 16), np.int32), np.full(8, 16, np.int32)), many._placement)\n"
       "text = many._embed.lower(many._params, *args).compile().as_text()\n"
-      "print(sorted(word for word in ('all-gather', 'all-reduce', 'all-to-all', 'collective') if word in text))\n")
+      "print(sorted(word for word in ('all-gather', 'all-reduce', 'all-to-all', 'collective') if word in text))\n"
+  )
   environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
   done = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True,
                         env=environment, cwd=pathlib.Path(__file__).parents[1])
@@ -166,7 +173,20 @@ def test_split_over_eight_devices_equals_one(bert):
   assert done.stdout.strip() == "[]"
 
 
-# --- prefixes and what an encoder is --------------------------------------------------------------------------
+def test_warm_queries_compile_nothing(bert):
+  directory, _, _ = bert
+  encoder = Encoder.load(directory, max_length=32)
+  encoder.warm_up(rows=5, length=20)
+  compiled = encoder._embed._cache_size()
+  assert compiled == 2 * 4  # 16 and 32 tokens; 1, 2, 4 and 8 rows
+  for rows in range(1, 6):
+    encoder.encode(["king"] * rows, "query")
+    encoder.encode(["the king of the river in the city"] * rows, "query")
+  assert encoder._embed._cache_size() == compiled
+
+
+# --- prefixes and what an encoder is
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, prefixed", [
@@ -186,7 +206,8 @@ def test_prefixes_stand_in_front_by_role_and_in_the_manifest(bert):
   directory, _, plain = bert
   encoder = Encoder.load(directory, max_length=64, prefixes={"query": "query ", "passage": "passage "})
   assert encoder.token_ids(["king"], "query") == plain.token_ids(["query king"], "passage")
-  np.testing.assert_allclose(encoder.encode(["king"], "passage"), plain.encode(["passage king"], "query"), atol=1e-6)
+  np.testing.assert_allclose(encoder.encode(["king"], "passage"), plain.encode(["passage king"], "query"),
+                             atol=1e-6)
   assert encoder.manifest["prefixes"] == {"query": "query ", "passage": "passage "}
   assert encoder.manifest["sha256"] == plain.manifest["sha256"]
 
@@ -226,7 +247,8 @@ def test_weights_in_shards_are_read(bert, tmp_path):
   model.save_pretrained(tmp_path, max_shard_size="20KB")
   (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
   assert len(encoder_weights.shard_paths(tmp_path)) > 1
-  np.testing.assert_array_equal(Encoder.load(tmp_path, max_length=64).encode(TEXTS, "query"), encoder.encode(TEXTS, "query"))
+  np.testing.assert_array_equal(
+      Encoder.load(tmp_path, max_length=64).encode(TEXTS, "query"), encoder.encode(TEXTS, "query"))
   index = tmp_path / "model.safetensors.index.json"
   index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
   with pytest.raises(FileNotFoundError, match="no file beside it"):
@@ -239,9 +261,12 @@ def dropped(name):
 
 @pytest.mark.parametrize("change, message", [
     (dropped("encoder.layer.1.output.dense.bias"), "no tensor encoder.layer.1.output.dense.bias"),
-    (lambda t: t | {"encoder.layer.0.output.dense.weight": np.zeros((3, 4), np.float32)}, r"has shape \[3, 4\].*\[32, 64\]"),
-    (lambda t: t | {"encoder.layer.0.output.dense.bias": np.zeros(32, np.int8)}, "stored as I8.*F32, F16, BF16"),
-    (lambda t: t | {"encoder.layer.2.output.dense.bias": np.zeros(32, np.float32)}, "without a place.*layer.2"),
+    (lambda t: t | {"encoder.layer.0.output.dense.weight": np.zeros(
+        (3, 4), np.float32)}, r"has shape \[3, 4\].*\[32, 64\]"),
+    (lambda t: t | {"encoder.layer.0.output.dense.bias": np.zeros(32, np.int8)},
+     "stored as I8.*F32, F16, BF16"),
+    (lambda t: t | {"encoder.layer.2.output.dense.bias": np.zeros(32, np.float32)},
+     "without a place.*layer.2"),
 ])
 def test_weights_that_do_not_fit_are_refused(bert, tmp_path, change, message):
   with pytest.raises(ValueError, match=message):
@@ -296,7 +321,9 @@ def test_a_pooling_other_than_the_mean_is_refused(bert, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_found_out(bert, tmp_path):
-  broken = lambda t: t | {"embeddings.word_embeddings.weight": np.full_like(t["embeddings.word_embeddings.weight"], np.nan)}
+  broken = lambda t: t | {
+      "embeddings.word_embeddings.weight": np.full_like(t["embeddings.word_embeddings.weight"], np.nan)
+  }
   encoder = Encoder.load(rewritten(bert[0], tmp_path / "other", broken))
   with pytest.raises(FloatingPointError, match="not finite for 2 of 2 texts"):
     encoder.encode(["a", "b"], "query")

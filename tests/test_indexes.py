@@ -1,4 +1,4 @@
-"""Passage store, vectors on disk, faiss indexes, dense and hybrid retrieval: what they find, keep and refuse."""
+"""Passage store, vectors on disk, faiss indexes, dense and hybrid retrieval."""
 
 import dataclasses
 import gzip
@@ -22,7 +22,9 @@ from stratified.retrieval.memory import IndexConfig
 from stratified.retrieval.store import PassageStore
 
 COUNT, WIDTH = 12_000, 16
-PASSAGES = [Passage(f"p{row}", f"Title {row}" if row % 3 else "", f"text {row} naïve 東京") for row in range(COUNT)]
+PASSAGES = [
+    Passage(f"p{row}", f"Title {row}" if row % 3 else "", f"text {row} naïve 東京") for row in range(COUNT)
+]
 
 
 class HashEncoder:
@@ -30,14 +32,19 @@ class HashEncoder:
 
   def __init__(self, width=WIDTH, **changes):
     self.width = width
-    self.manifest = {"name": "hash", "path": "/nowhere", "sha256": "0" * 64, "pooling": "mean", "normalized": True,
-                     "prefixes": {"query": "", "passage": ""}, "max_length": 256, "dtype": "float32"} | changes
+    self.manifest = {
+        "name": "hash", "path": "/nowhere", "sha256": "0" * 64, "pooling": "mean", "normalized": True,
+        "prefixes": {"query": "", "passage": ""}, "max_length": 256, "dtype": "float32"
+    } | changes
     self.calls = []
 
   def encode(self, texts, role):
     self.calls.append((role, list(texts)))
-    seeds = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") for text in texts]
-    vectors = np.stack([np.random.default_rng(seed).standard_normal(self.width, np.float32) for seed in seeds])
+    seeds = [
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") for text in texts
+    ]
+    vectors = np.stack(
+        [np.random.default_rng(seed).standard_normal(self.width, np.float32) for seed in seeds])
     # Neighbours that mean something: texts lie around a few centres.
     centres = np.random.default_rng(1).standard_normal((32, self.width)).astype(np.float32)
     return shards.unit(centres[np.array(seeds) % 32] + 0.7 * vectors)
@@ -62,9 +69,12 @@ def world(tmp_path_factory):
 
 
 CONFIGS = {
-    "flat": IndexConfig("flat"), "flat32": IndexConfig("flat", "float32"), "hnsw": IndexConfig("hnsw", links=8),
-    "ivf_pq": IndexConfig("ivf_pq", lists=32, probes=32, code_bytes=16, rerank=50),
-    "ivf_sq": IndexConfig("ivf_sq", "float16", lists=32, probes=16), "ivf_sq8": IndexConfig("ivf_sq", "int8", lists=32)}
+    "flat": IndexConfig("flat"), "flat32": IndexConfig("flat",
+                                                       "float32"), "hnsw": IndexConfig("hnsw", links=8),
+    "ivf_pq": IndexConfig("ivf_pq", lists=32, probes=32, code_bytes=16,
+                          rerank=50), "ivf_sq": IndexConfig("ivf_sq", "float16", lists=32, probes=16),
+    "ivf_sq8": IndexConfig("ivf_sq", "int8", lists=32)
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +86,15 @@ def built(world):
   return folder
 
 
-QUERIES = [PASSAGES[row].contents for row in (0, 1, 4_999, 5_000, COUNT - 1)] + [f"query {n}" for n in range(60)]
+QUERIES = [PASSAGES[row].contents for row in (0, 1, 4_999, 5_000, COUNT - 1)
+          ] + [f"query {n}" for n in range(60)]
 
 
 def exact(folder, encoder, queries, topk):
   """Rows by descending inner product in float64, the reference of every index."""
   vectors = Embeddings(folder / "embeddings").read(0, COUNT).astype(np.float64)
-  return np.argsort(-(encoder.encode(queries, "query").astype(np.float64) @ vectors.T), axis=1, kind="stable")[:, :topk]
+  return np.argsort(-(encoder.encode(queries, "query").astype(np.float64) @ vectors.T), axis=1,
+                    kind="stable")[:, :topk]
 
 
 # --- passage store ------------------------------------------------------------------------------------------
@@ -102,7 +114,8 @@ def test_the_store_gives_what_reading_the_whole_corpus_gives(tmp_path, name):
 def test_blank_lines_odd_line_ends_and_no_last_newline(tmp_path):
   path = tmp_path / "c.jsonl"
   line = lambda p: json.dumps({"id": p.id, "contents": p.contents}).encode()
-  path.write_bytes(b"\n \r\n" + line(PASSAGES[0]) + b"\r\n\n\n" + line(PASSAGES[1]) + b"\n  \n" + line(PASSAGES[2]))
+  path.write_bytes(b"\n \r\n" + line(PASSAGES[0]) + b"\r\n\n\n" + line(PASSAGES[1]) + b"\n  \n" +
+                   line(PASSAGES[2]))
   assert list(PassageStore(path)) == PASSAGES[:3]
 
 
@@ -111,7 +124,8 @@ def test_remembered_offsets_are_used_and_those_of_another_corpus_are_not(tmp_pat
   first = PassageStore(path, offsets=offsets)
   made = offsets.stat().st_mtime_ns
   again = PassageStore(path, offsets=offsets)
-  assert offsets.stat().st_mtime_ns == made and again.manifest == first.manifest and list(again) == PASSAGES[:50]
+  assert offsets.stat().st_mtime_ns == made and again.manifest == first.manifest and list(
+      again) == PASSAGES[:50]
   write_corpus(path, PASSAGES[1:51])
   assert list(PassageStore(path, offsets=offsets)) == PASSAGES[1:51]
   for damage in (b"", b"no array", offsets.read_bytes()[:-9]):
@@ -126,7 +140,8 @@ def test_a_change_anywhere_in_a_large_corpus_of_equal_length_shows_in_the_whole_
   after = PassageStore(path)
   for name in ("digest", "sample_sha256"):
     assert before.manifest[name] != after.manifest[name]
-  assert before.num_bytes == after.num_bytes and after.sha256() == hashlib.sha256(path.read_bytes()).hexdigest()
+  assert before.num_bytes == after.num_bytes and after.sha256() == hashlib.sha256(
+      path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("text, message", [
@@ -171,13 +186,14 @@ def test_vectors_come_back_in_any_order_near_what_was_encoded(world):
   embeddings = Embeddings(folder / "embeddings")
   rows = np.array([11_999, 0, 5_000, 4_999, 0])
   expected = encoder.encode([PASSAGES[row].contents for row in rows], "passage")
-  np.testing.assert_allclose(embeddings.take(rows), expected, atol=5e-4)  # float16: 2^-11 of components below 1
+  np.testing.assert_allclose(embeddings.take(rows), expected,
+                             atol=5e-4)  # float16: 2^-11 of components below 1
   np.testing.assert_allclose(np.linalg.norm(embeddings.read(4_990, 5_010), axis=1), 1, atol=1e-6)
 
 
 def encode_into(folder, store, encoder, encode=None, **options):
-  shards.encode_corpus(folder, store, encode or (lambda texts: encoder.encode(texts, "passage")), encoder.width,
-                       encoder=encoder.manifest, corpus=store.manifest, **options)
+  shards.encode_corpus(folder, store, encode or (lambda texts: encoder.encode(texts, "passage")),
+                       encoder.width, encoder=encoder.manifest, corpus=store.manifest, **options)
 
 
 def test_encoding_goes_on_after_a_kill_with_what_is_missing(tmp_path):
@@ -196,10 +212,13 @@ def test_encoding_goes_on_after_a_kill_with_what_is_missing(tmp_path):
     Embeddings(tmp_path / "e")
   shards.shard_path(tmp_path / "e", 1).write_bytes(b"half a sh")
   encoder.calls.clear()
-  encode_into(tmp_path / "e", store, encoder, shard_size=7)  # the shards that are there say how large they are
+  encode_into(tmp_path / "e", store, encoder,
+              shard_size=7)  # the shards that are there say how large they are
   assert [len(texts) for _, texts in encoder.calls] == [10, 10, 10]
   encode_into(tmp_path / "whole", store, encoder, shard_size=10)
-  np.testing.assert_array_equal(Embeddings(tmp_path / "e").read(0, 50), Embeddings(tmp_path / "whole").read(0, 50))
+  np.testing.assert_array_equal(
+      Embeddings(tmp_path / "e").read(0, 50),
+      Embeddings(tmp_path / "whole").read(0, 50))
 
 
 def test_machines_share_the_shards(tmp_path):
@@ -230,13 +249,14 @@ def test_vectors_of_another_encoder_are_not_mixed_in(tmp_path, changes, message)
 @pytest.mark.parametrize("name, least", [
     ("flat", 0.995), ("flat32", 1.0), ("hnsw", 0.97), ("ivf_pq", 0.97), ("ivf_sq", 0.9), ("ivf_sq8", 0.75)])
 def test_an_index_finds_what_is_nearest(built, world, name, least):
-  """flat32 exactly; float16 may swap neighbours that are equal to 2^-11; the others are approximate by design."""
+  """flat32 exactly; float16 may swap neighbours that are equal to 2^-11; the others are approximate."""
   _, encoder = world
   hits = open_dense(built / name, encoder).search(QUERIES, topk=5)
   expected = exact(built, encoder, QUERIES, 5)
   found = [[int(hit.id[1:]) for hit in of_query] for of_query in hits]
   assert all(len(of_query) == 5 for of_query in found)
-  share = np.mean([len(set(mine) & set(theirs)) / 5 for mine, theirs in zip(found, expected.tolist(), strict=True)])
+  share = np.mean(
+      [len(set(mine) & set(theirs)) / 5 for mine, theirs in zip(found, expected.tolist(), strict=True)])
   assert share >= least
   for of_query in hits:
     assert [hit.score for hit in of_query] == sorted((hit.score for hit in of_query), reverse=True)
@@ -245,7 +265,8 @@ def test_an_index_finds_what_is_nearest(built, world, name, least):
 
 @pytest.mark.parametrize("name", ["flat", "hnsw", "ivf_sq"])
 def test_a_passage_is_found_by_its_own_text_with_score_one(built, world, name):
-  hits = open_dense(built / name, world[1]).search([PASSAGES[row].contents for row in (0, 7_777, COUNT - 1)], topk=1)
+  hits = open_dense(built / name, world[1]).search([PASSAGES[row].contents for row in (0, 7_777, COUNT - 1)],
+                                                   topk=1)
   assert [hit.id for (hit,) in hits] == ["p0", "p7777", f"p{COUNT - 1}"]
   assert [hit.score for (hit,) in hits] == pytest.approx([1, 1, 1], abs=2e-3)  # float16 components
 
@@ -275,7 +296,8 @@ def test_more_probes_find_more(built, world):
 
   def share(probes):
     hits = open_dense(built / "ivf_sq8", encoder, probes=probes).search(QUERIES, 5)
-    return np.mean([len({int(h.id[1:]) for h in mine} & set(theirs)) for mine, theirs in zip(hits, expected.tolist())])
+    return np.mean(
+        [len({int(h.id[1:]) for h in mine} & set(theirs)) for mine, theirs in zip(hits, expected.tolist())])
 
   assert share(1) < share(32)
   assert open_dense(built / "ivf_sq8", encoder, probes=500).manifest["index"]["probes"] == 32  # all there are
@@ -334,13 +356,17 @@ def test_predicted_size_is_that_of_the_index(built, name):
 
 def test_an_index_that_does_not_fit_is_refused_before_any_work_with_what_would_fit(world, tmp_path):
   embeddings = Embeddings(world[0] / "embeddings")
-  with pytest.raises(MemoryError, match=r"building a flat index of 12,000 vectors of 16 takes 0.4 MB, and 0.0 MB are free; use a"):
+  with pytest.raises(
+      MemoryError,
+      match=r"building a flat index of 12,000 vectors of 16 takes 0.4 MB, and 0.0 MB are free; use a"):
     indexes.build(IndexConfig("flat"), embeddings, tmp_path / "i", free=1)
   assert not (tmp_path / "i").exists()
-  with pytest.raises(MemoryError, match=r"a flat index of 21,015,324 vectors of 768 takes 64.6 GB, and 32.0 GB are free; "
-                                        r"choose ivf_sq with int8 \(.* GB\) or ivf_pq \(.* GB\)\."):
+  with pytest.raises(
+      MemoryError, match=r"a flat index of 21,015,324 vectors of 768 takes 64.6 GB, and 32.0 GB are free; "
+      r"choose ivf_sq with int8 \(.* GB\) or ivf_pq \(.* GB\)\."):
     wiki = IndexConfig("flat", "float32")
-    memory.require(wiki, 21_015_324, 768, memory.index_bytes(wiki, 21_015_324, 768), "searching", free=32_000_000_000)
+    memory.require(wiki, 21_015_324, 768, memory.index_bytes(wiki, 21_015_324, 768), "searching",
+                   free=32_000_000_000)
 
 
 def test_opening_more_than_fits_is_refused_and_mapping_counts_what_is_touched(built):
@@ -366,11 +392,13 @@ def test_settings_out_of_range_are_refused(arguments, message):
     IndexConfig(**arguments)
 
 
-@pytest.mark.parametrize("config, count, message", [
-    (IndexConfig("ivf_pq"), 9_000, "needs at least 9,984 vectors"),
-    (IndexConfig("ivf_pq", code_bytes=5), 20_000, "code_bytes=5 must divide the dimension 16"),
-    (IndexConfig("ivf_sq", lists=1_000), 20_000, "lists=1000 needs at least 39,000 vectors"),
-    (IndexConfig("ivf_sq", lists=100, training_vectors=50), 20_000, "training_vectors=50 is too few for 100 lists")])
+@pytest.mark.parametrize(
+    "config, count, message",
+    [(IndexConfig("ivf_pq"), 9_000, "needs at least 9,984 vectors"),
+     (IndexConfig("ivf_pq", code_bytes=5), 20_000, "code_bytes=5 must divide the dimension 16"),
+     (IndexConfig("ivf_sq", lists=1_000), 20_000, "lists=1000 needs at least 39,000 vectors"),
+     (IndexConfig("ivf_sq", lists=100,
+                  training_vectors=50), 20_000, "training_vectors=50 is too few for 100 lists")])
 def test_settings_that_can_not_be_fitted_are_refused(config, count, message):
   with pytest.raises(ValueError, match=message):
     config.settled(count, WIDTH)
@@ -396,9 +424,11 @@ def copied(built, name, target):
   return target
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"sha256": "f" * 64}, "was built with encoder 'hash', sha256 '0000.*'hash', sha256 'ffff"),
-    ({"prefixes": {"query": "q: ", "passage": ""}}, "prefixes"), ({"pooling": "cls"}, "pooling 'mean'.*'cls'")])
+@pytest.mark.parametrize(
+    "changes, message",
+    [({"sha256": "f" * 64}, "was built with encoder 'hash', sha256 '0000.*'hash', sha256 'ffff"),
+     ({"prefixes": {"query": "q: ", "passage": ""}}, "prefixes"),
+     ({"pooling": "cls"}, "pooling 'mean'.*'cls'")])
 def test_queries_of_another_encoder_are_refused_by_name(built, changes, message):
   with pytest.raises(ValueError, match=message):
     open_dense(built / "flat", HashEncoder(**changes))
@@ -420,10 +450,14 @@ def edited(path, **changes):
   path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"format": 7}, "has format 7, this version reads 1"), ({"count": 11}, "holds 12,000 vectors of 16, its manifest says 11"),
-    ({"dimension": 32}, "manifest says 12,000 of 32"), ({"count": "many"}, "fields have other types"),
-    ({"index": {}}, "does not describe an index"), ({"index": {"kind": "hnsw"}}, "holds a IndexScalarQuantizer of another kind"), ({"index": None}, "does not describe an index")])
+@pytest.mark.parametrize("changes, message",
+                         [({"format": 7}, "has format 7, this version reads 1"),
+                          ({"count": 11}, "holds 12,000 vectors of 16, its manifest says 11"),
+                          ({"dimension": 32}, "manifest says 12,000 of 32"),
+                          ({"count": "many"}, "fields have other types"),
+                          ({"index": {}}, "does not describe an index"),
+                          ({"index": {"kind": "hnsw"}}, "holds a IndexScalarQuantizer of another kind"),
+                          ({"index": None}, "does not describe an index")])
 def test_a_manifest_that_disagrees_with_its_index_is_refused(built, tmp_path, changes, message):
   target = copied(built, "flat", tmp_path / "i")
   edited(target / "manifest.json", **changes)
@@ -469,7 +503,8 @@ def test_more_wanted_than_there_are_or_than_the_cells_hold(built, world):
 def test_equal_vectors_come_in_the_order_of_the_corpus():
   index = faiss.IndexFlatIP(4)
   index.add(np.tile(np.array([[1, 0, 0, 0]], np.float32), (6, 1)))
-  one = type("One", (), {"manifest": {}, "encode": lambda self, texts, role: np.array([[1, 0, 0, 0]], np.float32)})()
+  one = type("One", (),
+             {"manifest": {}, "encode": lambda self, texts, role: np.array([[1, 0, 0, 0]], np.float32)})()
   manifest = {"encoder": {}, "corpus": {}, "count": 6, "dimension": 4, "index": {}}
   hits = Dense(index, PASSAGES[:6], one, manifest).search(["x"], topk=6)[0]
   assert [hit.id for hit in hits] == ["p0", "p1", "p2", "p3", "p4", "p5"]

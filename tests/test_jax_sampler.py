@@ -9,7 +9,8 @@ import pytest
 
 from small_rollouts import OneCharacterEach, ThreeCharactersEach, decoder_config, parameters
 from stratified.policy import decoder, log_probs
-from stratified.rollout.jax_sampler import JaxSampler, SamplerConfig, nucleus, sample
+from stratified.rollout.jax_sampler import JaxSampler, SamplerConfig
+from stratified.rollout.lane_programs import nucleus, sample
 from stratified.rollout.sampler import Request
 
 MODEL = decoder_config(vocab_size=27)

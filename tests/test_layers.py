@@ -87,6 +87,8 @@ MAY_IMPORT = {
     "optimizer": [],
     "progress": [],
     "policy": ["policy", "sharding"],
+    "encoder": ["encoder_weights", "sharding"],
+    "encoder_weights": [],
     "batching": ["types", "sharding"],
     "update": ["types", "losses", "theory", "sharding", "policy"],
     "retrieval": ["types", "retrieval", "progress"],

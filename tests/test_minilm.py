@@ -21,7 +21,8 @@ def load_fetch():
 def fetch(monkeypatch):
   """The module with the checksums of small contents in place of the real files'."""
   module = load_fetch()
-  monkeypatch.setattr(module, "SHA256", {name: hashlib.sha256(name.encode()).hexdigest() for name in module.SHA256})
+  monkeypatch.setattr(module, "SHA256",
+                      {name: hashlib.sha256(name.encode()).hexdigest() for name in module.SHA256})
   return module
 
 

@@ -22,7 +22,7 @@ def steps(tmp_path_factory):
   done = subprocess.run([sys.executable, str(PROGRAM), str(path)], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-3000:]
   arrays = dict(np.load(path))
-  return arrays, json.loads(str(arrays.pop("facts"))), json.loads(str(arrays.pop("programs")))
+  return arrays, json.loads(str(arrays.pop("facts"))), json.loads(str(arrays.pop("programs"))), json.loads(str(arrays.pop("samplers")))
 
 
 def part(steps, label, name):
@@ -97,6 +97,15 @@ def test_the_sampler_takes_sharded_parameters(steps, label):
   arrays, single = steps[0], label.split()[0] + " 1x1x1"
   np.testing.assert_array_equal(arrays[f"{label}/sampled"], arrays[f"{single}/sampled"])
   assert len(set(arrays[f"{single}/sampled"].tolist())) > 2
+
+
+def test_a_sampler_on_four_devices_draws_what_one_on_one_device_draws(steps):
+  (one, stats), (four, spread) = steps[3]["1"], steps[3]["4"]
+  assert [tokens for tokens, _ in four] == [tokens for tokens, _ in one]
+  assert len({tuple(tokens) for tokens, _ in one}) > 20, "the samples differ"
+  for (_, found), (_, expected) in zip(four, one):
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+  assert spread["decoded"] == stats["decoded"]
 
 
 def test_a_second_sharded_step_compiles_nothing(steps):

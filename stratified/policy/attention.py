@@ -46,7 +46,7 @@ def packed(q_rthk, k_rtgk, v_rtgk, context_, implementation: str = "library") ->
              the library's layout at every product.
   """
   attend = IMPLEMENTATIONS[implementation]
-  if jax.sharding.get_abstract_mesh().empty:
+  if not sharding.meshed():
     return attend(q_rthk, k_rtgk, v_rtgk, context_)
   heads = sharding.spec("row", None, "heads", None)
   kv_heads = sharding.spec("row", None, "kv_heads", None)

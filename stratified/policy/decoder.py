@@ -282,7 +282,7 @@ def _linear_forward(x, w, axes):
 def _linear_backward(axes, saved, g):
   x, w = saved
   ins, outs = _letters(x, w)
-  meshed = not jax.sharding.get_abstract_mesh().empty
+  meshed = sharding.meshed()
   like = lambda value: jax.typeof(value).sharding if meshed else None
   return (jnp.einsum(f"rt{outs},{ins}{outs}->rt{ins}", g, _for_product(x, w, axes), out_sharding=like(x)),
           jnp.einsum(f"rt{ins},rt{outs}->{ins}{outs}", x, g, preferred_element_type=w.dtype, out_sharding=like(w)))
@@ -302,7 +302,7 @@ def _for_product(x, w, axes):
 
 def _of_activation(axes):
   """The sharding of an activation with these axes after rows and tokens; its width is whole."""
-  if jax.sharding.get_abstract_mesh().empty:
+  if not sharding.meshed():
     return None
   return sharding.spec("row", None, *(None if axis == "width" else axis for axis in axes))
 
@@ -354,7 +354,7 @@ def lookup(embed_vd, token_rt, dtype):
   Each device looks up all tokens of its `fsdp` group in the part of the table that it holds, and they exchange rows
   for columns: what travels is the activations, never the table or its gradient.
   """
-  if jax.sharding.get_abstract_mesh().empty:
+  if not sharding.meshed():
     return embed_vd[token_rt].astype(dtype)
 
   @functools.partial(jax.shard_map, in_specs=(sharding.spec("vocabulary", "width"), sharding.spec("row", None)),

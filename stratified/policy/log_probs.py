@@ -30,7 +30,7 @@ def token_log_probs(config, params, hidden_rtd, token_rt, *, temperature=1.0, ch
     raise ValueError(f"chunk={chunk} does not divide the row length {length}; choose a divisor")
   weight = decoder.output_weight(config, params)
   target_rt = jnp.roll(sharding.constrain(token_rt, "row", None), -1, axis=1)
-  if jax.sharding.get_abstract_mesh().empty:
+  if not sharding.meshed():
     logp, entropy = _local(hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False)
   else:
     weight = sharding.constrain(weight, "vocabulary_part", None)

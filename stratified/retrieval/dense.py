@@ -1,12 +1,13 @@
 """Dense retrieval: a query's vector, the nearest passages' vectors, the passages themselves.
 
     from stratified.encoder import Encoder
-    retriever = open_dense("DIR/hnsw", Encoder.load(".cache/models/all-minilm-l6-v2"))     # or, whatever encoded it:
+    retriever = open_dense("DIR/hnsw", Encoder.load(".cache/models/all-minilm-l6-v2"))
+    # or, with the encoder that its manifest names:
     retriever = open_dense("DIR/hnsw", Encoder.matching(manifest.read("DIR/hnsw/manifest.json")["encoder"]))
     retriever.search(["Who wrote Hamlet?"], topk=3)[0][0].title
 
-`DIR` is what experiments/build_index.py made. This module knows no encoder: anything with `encode(texts, "query")` and a
-`manifest` will do, as long as the manifest is that of the encoder which made the index.
+`DIR` is what experiments/build_index.py made. This module knows no encoder: anything with `encode(texts,
+"query")` and a `manifest` will do, as long as the manifest is that of the encoder which made the index.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class Dense:
 
   def __init__(self, index, passages: Sequence[Passage], encoder: QueryEncoder, manifest: dict[str, Any], *,
                rerank: int = 0, embeddings: Embeddings | None = None):
-    """`rerank` candidates are scored again with the vectors of `embeddings` before the best are kept; 0: none."""
+    """`rerank` candidates are scored again with the vectors of `embeddings`; 0 is none."""
     if rerank and embeddings is None:
       raise ValueError(f"rerank={rerank} needs the vectors on disk; give embeddings, or rerank=0.")
     self.manifest = _searched(manifest)
@@ -47,7 +48,8 @@ class Dense:
     self._rerank, self._embeddings = rerank, embeddings
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
-    """Returns for each query at most `topk` passages, best first, their `score` the cosine; none for a blank query.
+    """Returns for each query at most `topk` passages, best first, their `score` the cosine; none for a blank
+    query.
 
     Raises RetrieverError where a query can't be encoded or a passage can't be read.
     """
@@ -81,28 +83,33 @@ class Dense:
 
 
 def _searched(manifest: dict[str, Any]) -> dict[str, Any]:
-  """An index's manifest in the form that every retriever's has: kind, count, corpus (its digest), then the rest."""
+  """An index's manifest in every retriever's form: kind, count, corpus (its digest), then the rest."""
   encoder = {name: value for name, value in manifest["encoder"].items() if name != "path"}
   index = {name: value for name, value in manifest["index"].items() if name != "bytes"}
-  return {"kind": "dense", "count": manifest["count"], "corpus": manifest["corpus"].get("digest"),
-          "dimension": manifest["dimension"], "metric": manifest.get("metric"), "encoder": encoder, "index": index}
+  return {
+      "kind": "dense", "count": manifest["count"], "corpus": manifest["corpus"].get("digest"),
+      "dimension": manifest["dimension"], "metric": manifest.get("metric"), "encoder": encoder, "index": index
+  }
 
 
-def open_dense(
-    directory: str | os.PathLike, encoder: QueryEncoder, *, corpus: str | os.PathLike | None = None, mapped: bool = True,
-    probes: int | None = None, ef_search: int | None = None, rerank: int | None = None,
-    passages: PassageStore | None = None) -> Dense:
-  """Opens an index that experiments/build_index.py made: `DIR/flat`, `DIR/hnsw`, `DIR/ivf_pq` or `DIR/ivf_sq`.
+def open_dense(directory: str | os.PathLike, encoder: QueryEncoder, *,
+               corpus: str | os.PathLike | None = None, mapped: bool = True, probes: int | None = None,
+               ef_search: int | None = None, rerank: int | None = None,
+               passages: PassageStore | None = None) -> Dense:
+  """Opens an index that experiments/build_index.py made: `DIR/flat`, `DIR/hnsw`, `DIR/ivf_pq` or
+  `DIR/ivf_sq`.
 
   Args:
     directory: the index's folder, with manifest.json and index.faiss.
     encoder: the encoder of queries; it must be the one that encoded the passages.
     corpus: the corpus file; None is where it lay when the index was built.
     mapped: memory-map the index (see `indexes.load`).
-    probes, ef_search, rerank: search settings; None is what the manifest says. Reranking reads DIR/embeddings.
+    probes, ef_search, rerank: search settings; None is what the manifest says. Reranking reads
+      DIR/embeddings.
     passages: a store that is open already, shared between retrievers.
 
-  Raises FileNotFoundError, MemoryError, or ValueError naming what the index was built with and what is here instead.
+  Raises FileNotFoundError, MemoryError, or ValueError naming what the index was built with and what is here
+  instead.
   """
   directory = pathlib.Path(directory)
   index, manifest = indexes.load(directory, mapped=mapped, probes=probes, ef_search=ef_search)

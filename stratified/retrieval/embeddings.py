@@ -3,8 +3,8 @@
     DIR/embeddings/manifest.json      encoder, corpus, count, dimension, shard_size
     DIR/embeddings/shard_00000.npy    float16 [shard_size, dimension]; the last one may be shorter
 
-A unit vector's components lie within [-1, 1], where float16 is exact to 2^-12 of the component or better: inner
-products move by less than 1e-3.
+A unit vector's components lie within [-1, 1], where float16 is exact to 2^-12 of the component or better:
+inner products move by less than 1e-3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ class Embeddings:
   """The vectors of a corpus, [count, dimension] by row; all shards must be there."""
 
   def __init__(self, directory: Path):
-    """Raises FileNotFoundError for a missing manifest or shard, ValueError for a shard of another shape or type."""
+    """Raises FileNotFoundError for a manifest or shard that is missing or not whole."""
     self.directory = pathlib.Path(directory)
     self.manifest = manifests.read(self.directory / "manifest.json")
     self.count, self.dimension = self.manifest["count"], self.manifest["dimension"]
@@ -77,9 +77,9 @@ def _open_shard(path: pathlib.Path, count: int, dimension: int) -> np.ndarray | 
   return shard if shard.shape == (count, dimension) and shard.dtype == np.float16 else None
 
 
-def encode_corpus(
-    directory: Path, passages: Sequence[Passage], encode: Callable[[list[str]], np.ndarray], dimension: int, *,
-    encoder: dict, corpus: dict, shard_size: int = 8192, part: tuple[int, int] = (0, 1)) -> None:
+def encode_corpus(directory: Path, passages: Sequence[Passage], encode: Callable[[list[str]], np.ndarray],
+                  dimension: int, *, encoder: dict, corpus: dict, shard_size: int = 8192,
+                  part: tuple[int, int] = (0, 1)) -> None:
   """Encodes the passages' contents shard by shard; shards that are there are not made again.
 
   Args:
@@ -92,7 +92,8 @@ def encode_corpus(
   directory.mkdir(parents=True, exist_ok=True)
   shard_size = _settle_manifest(directory / "manifest.json", dimension, encoder, corpus, shard_size)
   todo = list(_todo(directory, len(passages), dimension, shard_size, part))
-  total = sum(len(rows) for _, rows in list(enumerate(shard_rows(len(passages), shard_size)))[part[0]::part[1]])
+  total = sum(
+      len(rows) for _, rows in list(enumerate(shard_rows(len(passages), shard_size)))[part[0]::part[1]])
   done = total - sum(len(rows) for _, rows in todo)
   with Progress(total, "passages encoded", done=done) as progress:
     for number, rows in todo:
@@ -118,7 +119,8 @@ def _settle_manifest(path, dimension, encoder, corpus, shard_size) -> int:
 
 def _todo(directory, count, dimension, size, part) -> Iterator[tuple[int, range]]:
   for number, rows in enumerate(shard_rows(count, size)):
-    if number % part[1] == part[0] and _open_shard(shard_path(directory, number), len(rows), dimension) is None:
+    if number % part[1] == part[0] and _open_shard(shard_path(directory, number), len(rows),
+                                                   dimension) is None:
       yield number, rows
 
 

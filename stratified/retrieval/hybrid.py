@@ -21,16 +21,17 @@ class Hybrid:
     parts = [getattr(retriever, "manifest", {}) for retriever in retrievers]
     for part in parts[1:]:
       if part.get("corpus") != parts[0].get("corpus"):
-        raise ValueError(f"a hybrid of {parts[0].get('kind')} over the corpus {parts[0].get('corpus')} and {part.get('kind')} "
-                         f"over {part.get('corpus')}; its parts must search one corpus, build the index of the other again.")
+        raise ValueError(
+            f"a hybrid of {parts[0].get('kind')} over the corpus {parts[0].get('corpus')} and "
+            f"{part.get('kind')} over {part.get('corpus')}; its parts must search one corpus, index it again.")
     self._retrievers, self._k, self._depth = list(retrievers), k, depth
-    self.manifest = {"kind": "hybrid", "count": parts[0].get("count"), "corpus": parts[0].get("corpus"), "parts": parts,
-                     "k": k, "depth": depth}
+    self.manifest = {"kind": "hybrid", "count": parts[0].get("count"), "corpus": parts[0].get("corpus"),
+                     "parts": parts, "k": k, "depth": depth}
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
-    """Returns for each query at most `topk` passages, best first, `score` as above; ties go to the earlier retriever.
+    """Returns for each query at most `topk` passages, best first; ties go to the earlier retriever.
 
-    A passage is known by its id. Raises what the retrievers raise: a ranking that lacks one of them is another one.
+    A passage is known by its id. Raises what the retrievers raise: a ranking without one of them is another.
     """
     if topk < 1:
       raise ValueError(f"topk is {topk}; it must be at least 1.")
@@ -43,5 +44,5 @@ class Hybrid:
       for rank, passage in enumerate(ranking, start=1):
         score[passage.id] = score.get(passage.id, 0.0) + 1 / (self._k + rank)
         passage_of.setdefault(passage.id, passage)
-    best = sorted(score, key=lambda id: -score[id])[:topk]  # stable: an earlier retriever's passage comes first
+    best = sorted(score, key=lambda id: -score[id])[:topk]  # stable: the earlier retriever's comes first
     return [Passage(id, passage_of[id].title, passage_of[id].text, score[id]) for id in best]

@@ -27,7 +27,8 @@ Path = str | os.PathLike
 
 _CHUNK_BYTES = 64 << 20  # vectors added at once, in float32
 _QUANTIZERS = {"float16": faiss.ScalarQuantizer.QT_fp16, "int8": faiss.ScalarQuantizer.QT_8bit}
-CLASSES = {"flat": faiss.IndexFlatCodes, "hnsw": faiss.IndexHNSW, "ivf_pq": faiss.IndexIVFPQ, "ivf_sq": faiss.IndexIVF}
+CLASSES = {"flat": faiss.IndexFlatCodes, "hnsw": faiss.IndexHNSW, "ivf_pq": faiss.IndexIVFPQ,
+           "ivf_sq": faiss.IndexIVF}
 FILE = "index.faiss"
 
 
@@ -36,7 +37,8 @@ def make(config: IndexConfig, count: int, dimension: int) -> faiss.Index:
   c, ip = config.settled(count, dimension), faiss.METRIC_INNER_PRODUCT
   plain = c.storage == "float32"
   if c.kind == "flat":
-    return faiss.IndexFlatIP(dimension) if plain else faiss.IndexScalarQuantizer(dimension, _QUANTIZERS[c.storage], ip)
+    return (faiss.IndexFlatIP(dimension) if plain
+            else faiss.IndexScalarQuantizer(dimension, _QUANTIZERS[c.storage], ip))
   if c.kind == "hnsw":
     index = (faiss.IndexHNSWFlat(dimension, c.links, ip) if plain
              else faiss.IndexHNSWSQ(dimension, _QUANTIZERS[c.storage], c.links, ip))
@@ -67,9 +69,9 @@ def build(config: IndexConfig, embeddings: Embeddings, directory: Path, *, save_
           free: int | None = None) -> pathlib.Path:
   """Builds the index of all vectors in `directory`, or goes on where a build of the same settings stopped.
 
-  What was trained and added is saved after training and then every `save_every_s` seconds. Returns the index's path.
-  Raises MemoryError, before any work, where the index would not fit into free memory (`free` bytes; None asks the
-  system); ValueError where `directory` holds an index of other vectors or settings.
+  What was trained and added is saved after training and then every `save_every_s` seconds. Returns the
+  index's path. Raises MemoryError, before any work, where the index would not fit into free memory (`free`
+  bytes; None asks the system); ValueError where `directory` holds an index of other vectors or settings.
   """
   directory = pathlib.Path(directory)
   count, dimension = len(embeddings), embeddings.dimension
@@ -87,9 +89,11 @@ def build(config: IndexConfig, embeddings: Embeddings, directory: Path, *, save_
     _save(index, partial)
   _add(index, config, embeddings, lambda: _save(index, partial), save_every_s)
   if index.ntotal != count:
-    raise ValueError(f"{partial} holds {index.ntotal:,} vectors of {count:,}; delete {directory} and build it again.")
+    raise ValueError(
+        f"{partial} holds {index.ntotal:,} vectors of {count:,}; delete {directory} and build it again.")
   _save(index, path)
-  manifests.write(directory / "manifest.json", manifest | {"index": manifest["index"] | {"bytes": path.stat().st_size}})
+  manifests.write(directory / "manifest.json",
+                  manifest | {"index": manifest["index"] | {"bytes": path.stat().st_size}})
   for left in (partial, directory / "partial.json"):
     left.unlink(missing_ok=True)
   return path
@@ -110,8 +114,9 @@ def _refuse_other(path, there: dict, wanted: dict) -> None:
   manifests.check_corpus(path, there["corpus"], wanted["corpus"])
   for name, value in wanted["index"].items():
     if name not in _SEARCHING and there.get("index", {}).get(name) != value:
-      raise ValueError(f"{path} was built with {name}={there.get('index', {}).get(name)!r}, not {value!r}; choose another "
-                       "folder, or delete this one.")
+      raise ValueError(
+          f"{path} was built with {name}={there.get('index', {}).get(name)!r}, not {value!r}; choose another "
+          "folder, or delete this one.")
 
 
 def _is_built(directory, manifest) -> bool:
@@ -152,7 +157,8 @@ def _add(index, config, embeddings, save, save_every_s) -> None:
     chunk = min(chunk, 10_000)  # slow to add: so many take seconds
   saved_at = time.monotonic()
   many = count > 100_000
-  with Progress(count, "vectors indexed", done=index.ntotal) if many else contextlib.nullcontext() as progress:
+  shown = Progress(count, "vectors indexed", done=index.ntotal) if many else contextlib.nullcontext()
+  with shown as progress:
     for start in range(index.ntotal, count, chunk):
       values = embeddings.read(start, min(count, start + chunk))
       index.add(values)
@@ -176,7 +182,8 @@ def _read(path, flags: int = 0) -> faiss.Index:
   try:
     return faiss.read_index(str(path), flags)
   except RuntimeError as error:
-    raise ValueError(f"{path} is damaged or cut short ({_first_line(error)}); build the index again.") from error
+    raise ValueError(
+        f"{path} is damaged or cut short ({_first_line(error)}); build the index again.") from error
 
 
 def _first_line(error) -> str:
@@ -188,13 +195,13 @@ def load(directory: Path, *, mapped: bool = True, probes: int | None = None, ef_
   """Opens a built index; returns it and its manifest.
 
   Args:
-    mapped: leave the index on disk and map it into memory, so that several processes share it and it is ready at
-      once; False reads it.
+    mapped: leave the index on disk and map it into memory, so that several processes share it and it is ready
+      at once; False reads it.
     probes, ef_search: how thoroughly ivf_* and hnsw search; None is what the manifest says.
     free: bytes that may be spent; None asks the system.
 
-  Raises FileNotFoundError, ValueError for a damaged index or one that disagrees with its manifest, MemoryError where
-  what searching touches would not fit into free memory.
+  Raises FileNotFoundError, ValueError for a damaged index or one that disagrees with its manifest,
+  MemoryError where what searching touches would not fit into free memory.
   """
   directory = pathlib.Path(directory)
   manifest = manifests.read(directory / "manifest.json")
@@ -204,9 +211,11 @@ def load(directory: Path, *, mapped: bool = True, probes: int | None = None, ef_
     config = IndexConfig(**{"kind": manifest["index"]["kind"]}
                          | {name: value for name, value in manifest["index"].items() if name in names})
   except (KeyError, TypeError, AttributeError) as error:
-    raise ValueError(f"{directory / 'manifest.json'} does not describe an index ({error}); build it again.") from error
+    raise ValueError(
+        f"{directory / 'manifest.json'} does not describe an index ({error}); build it again.") from error
   changes = {"probes": probes, "ef_search": ef_search}
-  config = dataclasses.replace(config, **{name: value for name, value in changes.items() if value is not None})
+  config = dataclasses.replace(config,
+                               **{name: value for name, value in changes.items() if value is not None})
   config = config.settled(count, dimension)
   path = directory / FILE
   if not path.is_file():
@@ -215,11 +224,13 @@ def load(directory: Path, *, mapped: bool = True, probes: int | None = None, ef_
   memory.require(config, count, dimension, needed, "searching", free)
   index = _read(path, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY if mapped else 0)
   if not isinstance(index, CLASSES[config.kind]) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
-    raise ValueError(f"{path} holds a {type(index).__name__} of another kind or metric than {config.kind} by inner product, "
-                     "which its manifest says; build the index again.")
+    raise ValueError(
+        f"{path} holds a {type(index).__name__} of another kind or metric than {config.kind} by inner product, "
+        "which its manifest says; build the index again.")
   if (index.ntotal, index.d) != (count, dimension):
-    raise ValueError(f"{path} holds {index.ntotal:,} vectors of {index.d}, its manifest says {count:,} of {dimension}; "
-                     "build the index again.")
+    raise ValueError(
+        f"{path} holds {index.ntotal:,} vectors of {index.d}, its manifest says {count:,} of {dimension}; "
+        "build the index again.")
   set_search(index, config)
   return index, manifest | {"index": manifest["index"] | dataclasses.asdict(config)}
 

@@ -3,8 +3,9 @@
     store = PassageStore("wiki18.jsonl", offsets="wiki18-offsets.npy")
     store[20_000_000].contents
 
-Twenty-one million passages take 15 GB as text and several times that as Python objects; here they take eight bytes
-each, memory-mapped. A .gz corpus can't be read from the middle: it is unpacked into memory, so it should be small.
+Twenty-one million passages take 15 GB as text and several times that as Python objects; here they take eight
+bytes each, memory-mapped. A .gz corpus can't be read from the middle: it is unpacked into memory, so it
+should be small.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ import zlib
 import numpy as np
 
 from stratified.progress import Progress
-from stratified.retrieval.corpus import Passage, RetrieverError, corpus_digest, json_object, passage_from_record
+from stratified.retrieval.corpus import (
+    Passage, RetrieverError, corpus_digest, json_object, passage_from_record)
 
 Path = str | os.PathLike
 
@@ -28,7 +30,8 @@ _SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
 
 
 class PassageStore(Sequence):
-  """The passages of a JSON Lines corpus (`corpus.read_corpus` says in which form), by row from 0, read on demand.
+  """The passages of a JSON Lines corpus (`corpus.read_corpus` says in which form), by row from 0, read on
+  demand.
 
   Several threads may read one store.
   """
@@ -36,8 +39,8 @@ class PassageStore(Sequence):
   def __init__(self, path: Path, *, offsets: Path | None = None):
     """Opens a corpus; its lines are found and checked once, then remembered in the file `offsets` (.npy).
 
-    Raises FileNotFoundError without the corpus; ValueError where a line is no passage, an id comes twice, the file
-    holds none, or a .gz file is damaged or unpacks to more than 4 GiB.
+    Raises FileNotFoundError without the corpus; ValueError where a line is no passage, an id comes twice, the
+    file holds none, or a .gz file is damaged or unpacks to more than 4 GiB.
     """
     self.path = pathlib.Path(path)
     if not self.path.is_file():
@@ -52,8 +55,10 @@ class PassageStore(Sequence):
         _save_offsets(kept, sample, *found)
         found = _load_offsets(kept, self.num_bytes, sample)
     digest, self._offsets = found
-    self.manifest = {"path": str(self.path.resolve()), "count": len(self), "digest": digest, "bytes": self.num_bytes,
-                     "sample_sha256": sample}
+    self.manifest = {
+        "path": str(self.path.resolve()), "count": len(self), "digest": digest, "bytes": self.num_bytes,
+        "sample_sha256": sample
+    }
 
   def __len__(self) -> int:
     return len(self._offsets) - 1
@@ -99,8 +104,9 @@ def _unpacked(path: pathlib.Path) -> bytes:
   except (gzip.BadGzipFile, EOFError, zlib.error) as error:
     raise ValueError(f"{path}: the compressed file is damaged ({error}); get it again.") from error
   if len(data) > _MOST_UNPACKED:
-    raise ValueError(f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB; unpack it with gzip -d, so that passages "
-                     "can be read where they lie.")
+    raise ValueError(
+        f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB; unpack it with gzip -d, so that passages "
+        "can be read where they lie.")
   return data
 
 
@@ -117,7 +123,8 @@ def sample_digest(read: Callable[[int, int], bytes], num_bytes: int) -> str:
 
 
 def _scan(path, read, num_bytes) -> tuple[str, np.ndarray]:
-  """(corpus.corpus_digest, where each passage starts, uint64 [count + 1], the last being the end); checks every line.
+  """(corpus.corpus_digest, where each passage starts, uint64 [count + 1], the last being the end); checks
+  every line.
 
   Blank lines belong to the passage in front of them, those at the very start are skipped.
   """
@@ -158,13 +165,14 @@ def _lines(read, num_bytes):
 
 
 def _refuse_repeated_ids(path, ids: list[bytes]) -> None:
-  """Eight bytes of a hash stand for an id: among 21 million different ones two agree once in 80,000 corpora."""
+  """Eight bytes of a hash stand for an id: of 21 million ids two agree in one corpus of 80,000."""
   values = np.frombuffer(b"".join(ids), np.uint64)
   order = np.argsort(values, kind="stable")
   same = np.flatnonzero(values[order][1:] == values[order][:-1])
   if len(same):
     first, second = sorted(order[same[0]:same[0] + 2].tolist())
-    raise ValueError(f"{path}: passages {first + 1:,} and {second + 1:,} have the same id; ids must be unique.")
+    raise ValueError(
+        f"{path}: passages {first + 1:,} and {second + 1:,} have the same id; ids must be unique.")
 
 
 def _save_offsets(path: pathlib.Path, sample: str, digest: str, offsets: np.ndarray) -> None:
@@ -176,7 +184,7 @@ def _save_offsets(path: pathlib.Path, sample: str, digest: str, offsets: np.ndar
 
 
 def _load_offsets(path: pathlib.Path | None, num_bytes: int, sample: str) -> tuple[str, np.ndarray] | None:
-  """The remembered digest and offsets, memory-mapped; None where there are none or they belong to another corpus."""
+  """The remembered digest and offsets, memory-mapped; None where there are none of this corpus."""
   if path is None or not path.is_file():
     return None
   try:

@@ -6,16 +6,16 @@ question share one prefill of their prompt. What is sampled depends on (seed, st
 alone: lanes, blocks and the clock have no part in it.
 """
 
+import collections
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stratified import sharding
 from stratified.policy import decoder
+from stratified.rollout import lane_programs
 from stratified.rollout.sampler import Completion, Request
 
 # Lengths that new context is padded to, so that few shapes are compiled.
@@ -25,7 +25,7 @@ CHUNK = 1024  # tokens of a context that one call runs; a longer one takes sever
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-  """lanes: rollouts decoded side by side. length: tokens a lane can hold. block: tokens decoded between two looks.
+  """lanes: rollouts decoded side by side on each device. length: tokens a lane can hold. block: tokens decoded between two looks.
 
   temperature 0 is greedy decoding (log-probs are then at temperature 1). rows: lanes that one prefill call serves, fewer
   where their tokens would be more than prefill_tokens (its scores take prefill_tokens x length x heads x 4 bytes).
@@ -69,15 +69,18 @@ class _Lane:
 
 
 class JaxSampler:
-  """Implements stratified.rollout.sampler.Sampler on one device."""
+  """Implements stratified.rollout.sampler.Sampler on devices of one process, the first one unless others are given.
 
-  def __init__(self, config: decoder.DecoderConfig, sampler: SamplerConfig, tokenizer, device=None):
+  Lane i lies on device i // lanes of them. The samples of a question go to one device where it has room, to share the
+  prefill of their prompt.
+  """
+
+  def __init__(self, config: decoder.DecoderConfig, sampler: SamplerConfig, tokenizer, devices=None):
     self._model, self._config, self._tokenizer = config, sampler, tokenizer
-    self._device = device or jax.local_devices()[0]
+    self._mesh = lane_programs.make_mesh(devices or jax.local_devices()[:1])
     self._params = None
     self._cache = None
-    self._lanes: list[_Lane | None] = [None] * sampler.lanes
-    self._by_key: dict[tuple[int, int, int], int] = {}
+    self._forget()
     self._queue: list[Request] = []
     self._round = 0
     self.stats = {"decoded": 0, "lane_steps": 0, "prefilled": 0, "prefill_slots": 0}
@@ -87,22 +90,24 @@ class JaxSampler:
     del step
     if self._busy():
       raise RuntimeError("load() while generations are running: poll them to their end first")
-    whole = {name: sharding.local_copy(value, self._device, decoder.seen_dtype(self._model, name))
-             for name, value in params.items()}
-    self._params = _unstack(self._model, whole)
+    place = lane_programs.whole(self._mesh)
+    self._params = lane_programs.unstack(self._model, {
+        name: sharding.replica(value, place, decoder.seen_dtype(self._model, name)) for name, value in params.items()})
     if self._cache is None:
-      with jax.default_device(self._device):
-        self._cache = decoder.empty_cache(self._model, self._config.lanes, self._config.length)
-    self._lanes = [None] * self._config.lanes
-    self._by_key.clear()
+      self._cache = lane_programs.empty_cache(self._mesh, self._model, self._config.lanes, self._config.length)
+    self._forget()
 
   def release(self) -> None:
     """Frees the device of weights and caches; `load` brings them back."""
     if self._busy():
       raise RuntimeError("release() while generations are running: poll them to their end first")
     self._params = self._cache = None
-    self._lanes = [None] * self._config.lanes
-    self._by_key.clear()
+    self._forget()
+
+  def _forget(self) -> None:
+    self._lanes: list[_Lane | None] = [None] * (self._config.lanes * self._mesh.size)
+    self._by_key: dict[tuple[int, int, int], int] = {}
+    self._home: dict[tuple[int, int], int] = {}  # question -> the device that its samples should share
 
   def _busy(self) -> bool:
     return bool(self._queue) or any(lane and lane.request for lane in self._lanes)
@@ -152,19 +157,19 @@ class JaxSampler:
       else:
         lane.cached, rest = [], context
       if not lane.cached and context:
-        shared.setdefault(request.token_ids[:-1], []).append(index)
+        shared.setdefault((index // self._config.lanes, request.token_ids[:-1]), []).append(index)
       elif rest:
         jobs.append((index, len(lane.cached), rest))
       lane.cached = context
     self._queue = waiting
-    self._prefill(jobs + [(indices[0], 0, list(context)) for context, indices in shared.items()])
-    self._share(shared)
+    self._prefill(jobs + [(indices[0], 0, list(context)) for (_, context), indices in shared.items()])
+    self._share(shared.values())
 
   def _lane_for(self, request: Request) -> int | None:
     """The rollout's own lane, else a free one, else that of the rollout that has waited longest for its next turn."""
     if request.key in self._by_key:
       return self._by_key[request.key]
-    free = [i for i, lane in enumerate(self._lanes) if lane is None]
+    free = self._free(request.key[:2])
     if not free:
       queued = {r.key for r in self._queue}
       idle = [i for i, lane in enumerate(self._lanes) if lane.request is None and lane.key not in queued]
@@ -176,7 +181,18 @@ class JaxSampler:
       del self._by_key[self._lanes[index].key]
     self._lanes[index] = _Lane(request.key, [])
     self._by_key[request.key] = index
+    self._home[request.key[:2]] = index // self._config.lanes
     return index
+
+  def _free(self, question: tuple[int, int]) -> list[int]:
+    """Free lanes: those of the question's own device first, then those of the device that has most of them."""
+    free = [i for i, lane in enumerate(self._lanes) if lane is None]
+    if self._mesh.size == 1:
+      return free
+    device_of = lambda i: i // self._config.lanes
+    count = collections.Counter(map(device_of, free))
+    home = self._home.get(question)
+    return sorted(free, key=lambda i: (device_of(i) != home, -count[device_of(i)], i))
 
   def _prefill(self, jobs) -> None:
     """Runs (lane, start, tokens) jobs, those of like length together."""
@@ -186,42 +202,52 @@ class JaxSampler:
       for first in range(0, longest, CHUNK):
         self._prefill([(index, start + first, tokens[first:first + CHUNK]) for index, start, tokens in jobs if len(tokens) > first])
       return
-    while jobs:
-      width = bucket(len(jobs[-1][2]))
-      rows = self._config.rows_for(width)
-      jobs, part = jobs[:-rows], jobs[-rows:]
-      lane = np.full(rows, self._config.lanes, np.int32)
-      token = np.zeros((rows, width), np.int32)
-      position = np.full((rows, width), length, np.int32)
-      for row, (index, start, tokens) in enumerate(part):
-        lane[row] = index
-        token[row, :len(tokens)] = tokens
-        position[row, :len(tokens)] = np.arange(start, start + len(tokens))
-        self.stats["prefilled"] += len(tokens)
-      self.stats["prefill_slots"] += rows * width
-      self._cache = _prefill(self._model, self._params, self._cache, lane, token, position)
+    c, size = self._config, self._mesh.size
+    of = [[job for job in jobs if job[0] // c.lanes == device] for device in range(size)]
+    while any(of):
+      width = bucket(max(len(jobs[-1][2]) for jobs in of if jobs))
+      rows = c.rows_for(width)
+      lane = np.full(size * rows, c.lanes, np.int32)
+      token = np.zeros((size * rows, width), np.int32)
+      position = np.full((size * rows, width), length, np.int32)
+      for device, jobs in enumerate(of):
+        of[device], part = jobs[:-rows], jobs[-rows:]
+        for row, (index, start, tokens) in enumerate(part, device * rows):
+          lane[row] = index % c.lanes
+          token[row, :len(tokens)] = tokens
+          position[row, :len(tokens)] = np.arange(start, start + len(tokens))
+          self.stats["prefilled"] += len(tokens)
+      self.stats["prefill_slots"] += token.size
+      self._cache = lane_programs.prefill(self._mesh, self._model, self._params, self._cache, lane, token, position)
 
   def _share(self, shared) -> None:
-    """Copies a prompt's keys and values from the lane that ran it to the other samples of the question."""
-    pairs = [(indices[0], other) for indices in shared.values() for other in indices[1:]]
-    if pairs:
-      source, target = (np.full(self._config.lanes, self._config.lanes, np.int32) for _ in range(2))
-      source[:len(pairs)], target[:len(pairs)] = zip(*pairs)
-      self._cache = _copy_lanes(self._cache, source, target)
+    """Copies a prompt's keys and values from the lane that ran it to the other samples of the question on its device."""
+    lanes = self._config.lanes
+    source, target = (np.full(len(self._lanes), lanes, np.int32) for _ in range(2))
+    used = collections.Counter()
+    for first, *others in shared:
+      for other in others:
+        device = other // lanes
+        at = device * lanes + used[device]
+        source[at], target[at] = first % lanes, other % lanes
+        used[device] += 1
+    if used:
+      self._cache = lane_programs.copy_lanes(self._mesh, self._cache, source, target)
 
   def _decode_block(self) -> list[Completion]:
     c = self._config
-    token, key = np.zeros(c.lanes, np.int32), np.zeros((c.lanes, 3), np.int32)
-    position = np.full(c.lanes, c.length, np.int32)
+    lanes = len(self._lanes)
+    token, key = np.zeros(lanes, np.int32), np.zeros((lanes, 3), np.int32)
+    position = np.full(lanes, c.length, np.int32)
     active = [i for i, lane in enumerate(self._lanes) if lane and lane.request]
     for i in active:
       lane = self._lanes[i]
       token[i] = lane.tokens[-1] if lane.tokens else lane.request.token_ids[-1]
       position[i], key[i] = len(lane.cached), lane.key
-    self._cache, tokens, log_probs = _decode(
-        self._model, c.block, c.temperature, c.top_p, c.seed, self._params, self._cache, token, position, key)
+    self._cache, tokens, log_probs = lane_programs.decode(
+        self._mesh, self._model, c.block, c.temperature, c.top_p, c.seed, self._params, self._cache, token, position, key)
     tokens, log_probs = np.asarray(tokens), np.asarray(log_probs)
-    self.stats["lane_steps"] += c.block * c.lanes
+    self.stats["lane_steps"] += c.block * lanes
     return [done for i in active if (done := self._take(i, tokens[:, i].tolist(), log_probs[:, i].tolist()))]
 
   def _take(self, index: int, tokens: list[int], log_probs: list[float]) -> Completion | None:
@@ -272,76 +298,3 @@ class JaxSampler:
 def bucket(length: int) -> int:
   """The length that new context of `length` tokens is padded to."""
   return next((bucket for bucket in BUCKETS if bucket >= length), -(-length // 1024) * 1024)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _unstack(model, params):
-  return decoder.unstack(model, params)
-
-
-def lower_prefill(model, params, cache, lane_b, token_bt, position_bt):
-  """What a compiler sees of a prefill call: arguments as `JaxSampler` passes them, real or abstract."""
-  return _prefill.lower(model, params, cache, lane_b, token_bt, position_bt)
-
-
-def lower_decode(model, config: SamplerConfig, params, cache, token_b, position_b, key_b3):
-  """The same of a block of decoding."""
-  return _decode.lower(model, config.block, config.temperature, config.top_p, config.seed, params, cache, token_b,
-                       position_b, key_b3)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(model, params, cache, lane_b, token_bt, position_bt):
-  return decoder.extend(model, params, token_bt, position_bt, cache, lane_b)[1]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _copy_lanes(cache, source_b, target_b):
-  return jax.tree.map(lambda x: x.at[target_b].set(x[source_b], mode="drop"), cache)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=6)
-def _decode(model, block, temperature, top_p, seed, params, cache, token_b, position_b, key_b3):
-  """`block` tokens for every lane: (cache, tokens [block, B], log-probs [block, B])."""
-  fold = jax.vmap(lambda k, x: jax.random.fold_in(k, x))
-  keys = jnp.broadcast_to(jax.random.key(seed), token_b.shape)
-  for part in range(3):
-    keys = fold(keys, key_b3[:, part])
-
-  def step(carry, _):
-    cache, token, position = carry
-    x, cache = decoder.extend(model, params, token[:, None], position[:, None], cache)
-    z = decoder.logits(model, params, x)[:, 0]
-    if temperature > 0:
-      z = z / temperature
-      token = sample(fold(keys, position + 1), nucleus(z, top_p))
-    else:
-      token = _argmax(z)
-    logp = jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], -1)[:, 0]
-    return (cache, token, position + 1), (token, logp)
-
-  (cache, _, _), (tokens, log_probs) = jax.lax.scan(step, (cache, token_b, position_b), length=block)
-  return cache, tokens, log_probs
-
-
-def sample(keys_b, logits_bv):
-  """One draw from each lane's softmax with its own key (Gumbel-max)."""
-  gumbel = jax.vmap(lambda key: jax.random.gumbel(key, logits_bv.shape[1:]))(keys_b)
-  return _argmax(logits_bv + gumbel)
-
-
-def _argmax(x_bv):
-  """jnp.argmax along v as two plain reductions: XLA's CPU backend runs a reduction of pairs 4 times as slowly."""
-  x_bv = jax.lax.optimization_barrier(x_bv)  # or each reduction would draw the noise again
-  index = jnp.arange(x_bv.shape[1], dtype=jnp.int32)
-  return jnp.min(jnp.where(x_bv >= x_bv.max(-1, keepdims=True), index, x_bv.shape[1] - 1), axis=-1)
-
-
-def nucleus(logits_bv, top_p: float):
-  """Logits with everything outside the smallest set of mass top_p at -inf; the identity at 1."""
-  if top_p >= 1:
-    return logits_bv
-  high_bv = jnp.sort(logits_bv, axis=-1)[:, ::-1]
-  before = jnp.cumsum(jax.nn.softmax(high_bv), -1) - jax.nn.softmax(high_bv)
-  least = jnp.min(jnp.where(before < top_p, high_bv, jnp.inf), axis=-1, keepdims=True)
-  return jnp.where(logits_bv >= least, logits_bv, -jnp.inf)

@@ -43,10 +43,14 @@ def in_process(model, tokenizer, params, temperature=0.0):
   return sampler
 
 
+def reference(model, params, ids):
+  """The trainer's log-probs of ids[1:]; padded, which changes nothing before the padding, so that one shape is compiled."""
+  return np.asarray(trainer_log_probs(model, params, (*ids, *(1,) * (LENGTH - len(ids)))))[:len(ids) - 1]
+
+
 def gap(model, params, context, completion):
   """Largest difference of a generation's log-probs from the trainer's."""
-  ids = (*context, *completion.token_ids)
-  theirs = trainer_log_probs(model, params, ids)[len(context) - 1:]
+  theirs = reference(model, params, (*context, *completion.token_ids))[len(context) - 1:]
   return np.max(np.abs(np.subtract(theirs, completion.log_probs)))
 
 
@@ -153,7 +157,7 @@ def test_what_the_server_was_fed_is_what_is_trained_on(real_servers, connect, mo
       assert [len(body["input_ids"]) for body in fed] == starts
       assert all(tokens[:len(body["input_ids"])] == tuple(body["input_ids"]) for body in fed)
       assert all("sampling_seed" not in body["sampling_params"] for body in fed)
-      expected = trainer_log_probs(model, scaled, tokens)
+      expected = reference(model, scaled, tokens)
       at = 0
       for segment in one.segments:
         if segment.origin == "policy":
@@ -196,7 +200,7 @@ def test_weights_change_under_running_generations_and_each_token_knows_its_own(r
     mixed += len(set(completion.weight_versions)) > 1
     ids = (*request.token_ids, *completion.token_ids)
     for n in set(completion.weight_versions):
-      theirs = np.asarray(trainer_log_probs(model, params_of(n), ids)[len(request.token_ids) - 1:])
+      theirs = reference(model, params_of(n), ids)[len(request.token_ids) - 1:]
       own = np.asarray(completion.weight_versions) == n
       assert np.max(np.abs(theirs - completion.log_probs)[own]) < CLOSE
   assert mixed > 0

