@@ -104,6 +104,7 @@ def _common() -> ml_collections.ConfigDict:
   c.loss.kl_estimator = "k3"  # k1, k2, k3
   c.loss.aggregation = "token_mean"  # token_mean, sequence_mean, constant
   c.loss.old_log_probs = "trainer"  # trainer, sampler
+  c.loss.importance = "token"  # token, sequence: whose ratio the cap below truncates
   c.loss.importance_cap = 0.0  # truncated importance sampling of the sampler's gap; 0 is off
 
   c.optimizer = ml_collections.ConfigDict()

@@ -1,13 +1,13 @@
-"""A retrieval server's throughput and latency at 64 concurrent clients, against the same server without batching.
+"""A retrieval server's throughput and latency at 64 clients, against the same server without batching.
 
     python experiments/bench_retriever.py --questions=$STRATIFIED_DATA/questions --corpus=$STRATIFIED_DATA/corpus.jsonl.gz
     python experiments/bench_retriever.py --questions=... --corpus=... --index=indexes/wiki --kinds=bm25,flat,hnsw,hybrid:flat
 
-Each client is a connection that sends one query, waits for the passages and sends the next, as rollouts do; no query
-repeats. The clients share the machine with the server. `one at a time` is the reference of the ratio: the
-server searches for one query at a time (--max_batch=1), everything else equal. The two take turns, and the median of
-the rounds counts, since this machine's other programs come and go. `client` is a trainer's way of asking: 512 queries
-in one call of HttpRetriever.
+Each client is a connection that sends one query, waits for the passages and sends the next, as rollouts do;
+no query repeats. The clients share the machine with the server. `one at a time` is the reference of the
+ratio: the server searches for one query at a time (--max_batch=1), everything else equal. The two take turns,
+and the median of the rounds counts, since this machine's other programs come and go. `client` is a trainer's
+way of asking: 512 queries in one call of HttpRetriever.
 """
 
 import asyncio
@@ -23,10 +23,13 @@ from stratified.data import readers
 from stratified.retrieval import wire
 from stratified.retrieval.client import HttpRetriever
 
-_QUESTIONS = flags.DEFINE_string("questions", None, "Questions that are asked (file or folder).", required=True)
+_QUESTIONS = flags.DEFINE_string("questions", None, "Questions that are asked (file or folder).",
+                                 required=True)
 _CORPUS = flags.DEFINE_string("corpus", "", "Passages (bm25, hybrid).")
-_INDEX = flags.DEFINE_string("index", "", "What experiments/build_index.py made: a folder with one for each kind.")
-_KINDS = flags.DEFINE_list("kinds", ["bm25"], "bm25, a kind of index in --index (flat, hnsw, ...), or hybrid:KIND.")
+_INDEX = flags.DEFINE_string("index", "",
+                             "What experiments/build_index.py made: a folder with one for each kind.")
+_KINDS = flags.DEFINE_list("kinds", ["bm25"],
+                           "bm25, a kind of index in --index (flat, hnsw, ...), or hybrid:KIND.")
 _CLIENTS = flags.DEFINE_integer("clients", 64, "Concurrent clients.", 1)
 _SECONDS = flags.DEFINE_float("seconds", 5.0, "Length of a round.", 0.1)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds for each of the two servers.", 1)
@@ -51,7 +54,8 @@ class Server:
 
   def __enter__(self) -> str:
     program = pathlib.Path(__file__).with_name("serve_retriever.py")
-    self._process = subprocess.Popen([sys.executable, program, "--port=0", *self._flags], stdout=subprocess.PIPE, text=True)
+    self._process = subprocess.Popen([sys.executable, program, "--port=0", *self._flags],
+                                     stdout=subprocess.PIPE, text=True)
     line = self._process.stdout.readline()
     if " at http" not in line:
       self._process.wait()
@@ -82,7 +86,8 @@ async def load(url: str, queries, seconds: float) -> tuple[float, list[float]]:
 
 async def exchange(reader, writer, body: bytes) -> bytes:
   """One request on a kept connection, on bare sockets: an HTTP library would take more time here than the server."""
-  writer.write(b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % (wire.PATH.encode(), len(body)) + body)
+  writer.write(b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" %
+               (wire.PATH.encode(), len(body)) + body)
   head = (await reader.readuntil(b"\r\n\r\n")).lower()
   reply = await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
   if b" 200 " not in head.split(b"\r\n")[0]:
@@ -121,17 +126,21 @@ def measure(kind: str, texts: list[str]) -> dict[str, list]:
 
 
 def main(_) -> None:
-  texts = list(dict.fromkeys(q.text for q in readers.read_questions(pathlib.Path(_QUESTIONS.value).expanduser())))
-  print(f"{len(texts)} questions, {_CLIENTS.value} clients, top {_TOPK.value}, {_ROUNDS.value} rounds of {_SECONDS.value:g} s\n")
-  print("| retriever | queries/s | p50 ms | p99 ms | one at a time: queries/s | p99 ms | ratio | client: queries/s |")
+  questions = readers.read_questions(pathlib.Path(_QUESTIONS.value).expanduser())
+  texts = list(dict.fromkeys(question.text for question in questions))
+  print(f"{len(texts)} questions, {_CLIENTS.value} clients, top {_TOPK.value}, {_ROUNDS.value} rounds of "
+        f"{_SECONDS.value:g} s\n")
+  print("| retriever | queries/s | p50 ms | p99 ms | one at a time: queries/s | p99 ms | ratio "
+        "| client: queries/s |")
   print("|---" * 8 + "|")
   for kind in _KINDS.value:
     found = measure(kind, texts)
     median = {name: statistics.median(found[name]) for name in ("batched", "one", "trainer")}
-    percentile = lambda took, share: 1e3 * sorted(took)[min(len(took) - 1, int(share * len(took)))]
-    print(f"| {kind} | {median['batched']:.0f} | {percentile(found['took'], 0.5):.1f} | {percentile(found['took'], 0.99):.1f} "
-          f"| {median['one']:.0f} | {percentile(found['took_one'], 0.99):.1f} | {median['batched'] / median['one']:.2f} "
-          f"| {median['trainer']:.0f} |", flush=True)
+    late = lambda took, share: f"{1e3 * sorted(took)[min(len(took) - 1, int(share * len(took)))]:.1f}"
+    cells = [kind, f"{median['batched']:.0f}", late(found["took"], 0.5), late(found["took"], 0.99),
+             f"{median['one']:.0f}", late(found["took_one"], 0.99), f"{median['batched'] / median['one']:.2f}",
+             f"{median['trainer']:.0f}"]
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ def reinforcement_update(config, mesh, model, optimizer_, num_strata: int):
       mesh, model, optimizer_,
       token_loss=update.policy_gradient(
           clip_ratio=l.clip_ratio, kl_coefficient=l.kl_coefficient, kl_estimator=l.kl_estimator,
-          old_log_probs=l.old_log_probs, importance_cap=l.importance_cap or None),
+          old_log_probs=l.old_log_probs, importance_cap=l.importance_cap or None,
+          importance=l.importance),
       advantage=advantages.make(config.advantage.name, num_strata=num_strata,
                                 samples_per_question=config.rollout.samples_per_question, **advantage_options(config)),
       num_strata=num_strata, eps=config.advantage.eps, aggregation=l.aggregation, max_tokens=config.rollout.max_tokens,

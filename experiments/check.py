@@ -22,9 +22,12 @@ def check(config) -> None:
   _one_of("policy.attention", config.policy.attention, ("auto", *attention.IMPLEMENTATIONS))
   for name in ("optimizer", "reference"):
     _one_of(f"memory.{name}", config.memory[name], ("device", "host"))
+  _one_of("loss.importance", config.loss.importance, ("token", "sequence"))
   _check_ranges(config)
-  if config.rollout.max_staleness:
-    raise ValueError("rollout.max_staleness must be 0: this version trains on-policy")
+  _one_of("rollout.max_staleness", config.rollout.max_staleness, (0, 1))
+  if config.rollout.max_staleness and config.loss.old_log_probs == "trainer" and not config.loss.importance_cap:
+    raise ValueError("rollout.max_staleness=1 trains on the last step's policy: correct for it with "
+                     "--config.loss.old_log_probs=sampler, or with --config.loss.importance_cap=2")
   if config.packing.row_length < config.rollout.max_tokens:
     raise ValueError(f"packing.row_length={config.packing.row_length} must be at least "
                      f"rollout.max_tokens={config.rollout.max_tokens}: a rollout fills at most one row")
@@ -108,7 +111,7 @@ def _check_adapter(config, model):
 
 def _one_of(name, value, choices):
   if value not in choices:
-    raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(sorted(choices))}")
+    raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, sorted(choices)))}")
 
 
 def _check_retriever(r):

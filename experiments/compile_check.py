@@ -13,6 +13,7 @@ known model are taken by its name. For a TPU the compiler comes from the package
 TPU at every start). Exit status 1 means that it does not fit.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -40,6 +41,7 @@ _TOPOLOGY = flags.DEFINE_string("topology", "v5e:4x4", "KIND:GRID with KIND v5e,
 _TOKENS = flags.DEFINE_float("tokens", 1200, "Tokens of a rollout on average, prompt and observations included: sets the "
                              "number of micro-batches of the time figures; memory does not depend on it.", lower_bound=1)
 _MARGIN = flags.DEFINE_float("margin", 0.1, "Share of a chip's memory that must stay free.", lower_bound=0, upper_bound=1)
+_LAYERS = flags.DEFINE_integer("layers", None, "Only the update, with so many layers: how its compilation grows with depth.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Also write the figures there.")
 
 
@@ -74,10 +76,16 @@ def main(_) -> None:
   try:
     devices, platform, device = devices_of(_TOPOLOGY.value)
     model = decoder_of(config, platform)
+    if _LAYERS.value:
+      model = dataclasses.replace(model, num_layers=_LAYERS.value)
     plan = compiled.Plan(config, model, devices, device, _TOKENS.value)
     plan.check()
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
+  if _LAYERS.value:
+    compiled.compile_update(plan)
+    print(f"{_TOPOLOGY.value}: the update of {_LAYERS.value} layers compiled in {time.perf_counter() - start:.1f} s")
+    return
   figures = compiled.figures(plan)
   print(compiled.text(_TOPOLOGY.value, plan, figures, _MARGIN.value))
   print(f"\ncompiled in {time.perf_counter() - start:.0f} s with jax {jax.__version__}")

@@ -23,6 +23,7 @@ from ml_collections import config_flags
 from experiments import build, check, evaluation, phases, worlds
 from experiments.weights import Weights
 from stratified import answers, metrics, tables
+from stratified.retrieval.client import RetrieverDown
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The preset, where the workdir holds no run.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
@@ -70,6 +71,8 @@ def main(_) -> None:
         for folder, theirs in others.items()])
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
+  except RetrieverDown as error:
+    sys.exit(f"{error}; the answers so far are in {kept.folder}")
   except evaluation.Stopped:
     sys.exit(f"stopped; the answers so far are in {kept.folder}, the same command goes on")
 

@@ -17,7 +17,6 @@ import sys
 
 from absl import app, flags
 
-from stratified import metrics
 from stratified.data import download, duplicates, formats, prepare
 from stratified.progress import Progress
 
@@ -78,7 +77,7 @@ def prepare_all() -> str:
                               "removed": report.removed if _REMOVE.value else {}}
   if corpus:
     _write_corpus(manifest, out, corpus)
-  metrics.write_atomic(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+  prepare.write_lines(out / "manifest.json", [json.dumps(manifest, indent=2)])
   return _told(manifest, report, out)
 
 

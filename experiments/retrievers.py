@@ -1,4 +1,4 @@
-"""Retrievers by their config name. What an index searches is compared with what the run is about, before any work."""
+"""Retrievers by their config name; what an index searches is compared with what the run is about."""
 
 from collections.abc import Callable, Sequence
 import json
@@ -42,8 +42,8 @@ def http(r) -> HttpRetriever:
 def open_retriever(config, passages: Callable[[], Sequence[Passage]]):
   """The retriever that `config.retriever` names, over what `passages` gives, with its cache.
 
-  `passages` is called where the passages themselves are needed. Raises ValueError or OSError, in one sentence, where
-  it can't be opened or does not search what the config says.
+  `passages` is called where the passages themselves are needed. Raises ValueError or OSError, in one
+  sentence, where it can't be opened or does not search what the config says.
   """
   r, corpus = config.retriever, os.path.expandvars(config.data.get("corpus", ""))
   opened = {
@@ -88,6 +88,7 @@ def check_same(workdir: pathlib.Path, retriever) -> None:
     differ = [f"{key}: {before.get(key)} in the workdir, {now.get(key)} now"
               for key in sorted(before | now) if before.get(key) != now.get(key)]
     if differ:
-      raise ValueError(f"{path} names another index than the one that would be searched now ({'; '.join(differ)}); "
-                       "use the index of the start, or a new --workdir")
+      raise ValueError(
+          f"{path} names another index than the one that would be searched now ({'; '.join(differ)}); "
+          "use the index of the start, or a new --workdir")
   write_atomic(path, json.dumps(now, indent=2, sort_keys=True) + "\n")

@@ -73,22 +73,16 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
 
       ###  The loop  ###
       clock = time.perf_counter()
-      with Progress(config.num_steps, "training steps", done=step, active=processes.is_first()) as progress:
+      with (phases.Rollouts(config, world, sampler) as rollouts,
+            Progress(config.num_steps, "training steps", done=step, active=processes.is_first()) as progress):
         while step < config.num_steps and not stop.agreed():
-          start, searched = time.perf_counter(), world.retriever.seconds
-          sampler.load(weights.policy(state), step)
           try:
-            groups = phases.collect(
-                world, world.questions_at(step), sampler=sampler, retriever=world.retriever, limits=world.limits,
-                step=step, samples_per_question=config.rollout.samples_per_question)
+            groups, times = rollouts.take(step, weights.policy(state))
           except RetrieverDown:
-            checkpointer.save(step, state, force=True)
+            checkpointer.save(step, weights.at_rest(state), force=True)
             raise
-          if config.sampler.release:
-            sampler.release()
-          rollout_s = time.perf_counter() - start
           reward = [[0.0 if t.fault else rewards.score(t) for t in group] for group in groups]
-          row = scoring.rollout_row(groups, reward)
+          row = scoring.rollout_row(groups, reward, step)
           strata = [assign.assign(group, step=step) for group in groups]
           batch = batching.collate(groups, packing=packing, rewards=reward, strata=strata,
                                    num_strata=assign.num_strata)
@@ -97,12 +91,11 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
           update_s, step = time.perf_counter() - start, step + 1
 
           advantage = np.asarray(stats.pop("advantage_qk"))
-          search_s = world.retriever.seconds - searched
           row = {"step": step} | row | {name: float(value) for name, value in stats.items()} | {
-              "rollout/tokens_per_second": row["rollout/policy_tokens"] / rollout_s, "rollout/staleness": 0,
+              "rollout/tokens_per_second": row["rollout/policy_tokens"] / (times["rollout_s"] + times["search_s"]),
               "update/tokens_per_second": batching.num_tokens(batch) / update_s,
               "update/padding_share": batching.padding_share(batch),
-              "time/rollout_s": rollout_s - search_s, "time/search_s": search_s, "time/update_s": update_s,
+              **{f"time/{name}": value for name, value in times.items()}, "time/update_s": update_s,
               "time/step_s": time.perf_counter() - clock}
           clock = time.perf_counter()
           writer.write(row)
@@ -110,6 +103,7 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
             writer.write_trajectories(step, worlds.records(world, groups, reward, strata, advantage))
           last = step == config.num_steps
           if last or config.eval.every and step % config.eval.every == 0:
+            rollouts.settle()
             phases.evaluate_at(config, weights.policy(state), world, judge, writer, workdir, step)
           # After all of the step's rows: a run killed before this repeats the step, one killed after it has them.
           checkpointer.save(step, weights.at_rest(state), force=last)

@@ -90,8 +90,8 @@ def metrics_row(scores: dict[str, dict[str, Any]], main: str = "held_out") -> di
   return row | {f"eval/{name}/exact_match": score["exact_match"] for name, score in scores.items() if name != main}
 
 
-def rollout_row(groups: Sequence[Sequence[Trajectory]], reward: Sequence[Sequence[float]]) -> dict[str, float]:
-  """What a training step's rollouts say of themselves; means over those not lost, `rollout/failed` a count.
+def rollout_row(groups: Sequence[Sequence[Trajectory]], reward: Sequence[Sequence[float]], step: int = 0) -> dict[str, float]:
+  """What the rollouts of training step `step` say of themselves; means over those not lost, `rollout/failed` a count.
 
   Raises RuntimeError where every rollout was lost: there is nothing to learn from, and a step would hide it.
   """
@@ -108,4 +108,5 @@ def rollout_row(groups: Sequence[Sequence[Trajectory]], reward: Sequence[Sequenc
       "rollout/invalid_actions": mean([t.num_invalid for t, _ in done]),
       "rollout/policy_tokens": sum(t.num_policy_tokens for t, _ in pairs),
       "rollout/failed": len(pairs) - len(done),
+      "rollout/staleness": mean([step - t.oldest_weight_version for t, _ in done]),
   }

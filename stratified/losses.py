@@ -1,6 +1,7 @@
 """Per-token losses of policy optimisation and how they are averaged. Pure functions of arrays of any one shape."""
 
 import chex
+import jax
 import jax.numpy as jnp
 
 
@@ -34,10 +35,32 @@ KL_ESTIMATORS = {
 }
 
 
-def importance_weight(logp, sampler_logp, *, cap):
-  """Truncated importance sampling: min(exp(logp - sampler_logp), cap), for tokens that another program sampled."""
+def importance_weight(logp, sampler_logp, *, cap, position_rt=None):
+  """Truncated importance sampling: min(exp(logp - sampler_logp), cap), for tokens that another program sampled.
+
+  position_rt: each token's place in its rollout, of packed rows [R, T]: the ratio is then that of the whole rollout,
+  the product of its tokens' ratios, the same at each of them; None takes each token's own.
+  The log-ratio is held to +-20, so that no gap overflows.
+  """
   chex.assert_equal_shape([logp, sampler_logp])
-  return jnp.minimum(jnp.exp(logp - sampler_logp), cap)
+  ratio = logp - sampler_logp
+  if position_rt is not None:
+    ratio = segment_sum(ratio, position_rt)
+  return jnp.minimum(jnp.exp(jnp.clip(ratio, -20.0, 20.0)), cap)
+
+
+def segment_sum(x_rt, position_rt):
+  """At each token of packed rows [R, T] the sum over its segment: positions count from 0 in each."""
+  chex.assert_rank(x_rt, 2)
+  chex.assert_equal_shape([x_rt, position_rt])
+
+  def running(x, starts):
+    join = lambda a, b: (a[0] | b[0], jnp.where(b[0], b[1], a[1] + b[1]))
+    return jax.lax.associative_scan(join, (starts, x), axis=1)[1]
+
+  starts = position_rt == 0
+  ends = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], axis=1)
+  return running(x_rt, starts) + running(x_rt[:, ::-1], ends[:, ::-1])[:, ::-1] - x_rt
 
 
 def token_weights(loss_mask, valid, length, *, aggregation, tokens, trajectories, max_tokens):

@@ -28,12 +28,12 @@ TokenLoss = Callable[..., tuple[Any, dict, dict]]
 
 
 def policy_gradient(*, clip_ratio: float, kl_coefficient: float, kl_estimator: str, old_log_probs: str = "trainer",
-                    importance_cap: float | None = None) -> TokenLoss:
+                    importance_cap: float | None = None, importance: str = "token") -> TokenLoss:
   """Clipped surrogate plus kl_coefficient x KL to the reference.
 
   old_log_probs: "trainer" takes this step's own log-probs (one update a batch: the ratio is 1 and its gradient that of
   the plain policy gradient); "sampler" takes what the sampler reported. importance_cap turns on truncated
-  importance sampling of the gap between the two.
+  importance sampling of the gap between the two, `importance` says whether by "token" or by whole "sequence".
   """
   def loss(logp, entropy, reference_logp, advantage, micro):
     mask = micro.loss_mask_art
@@ -41,7 +41,9 @@ def policy_gradient(*, clip_ratio: float, kl_coefficient: float, kl_estimator: s
     old = sampled if old_log_probs == "sampler" else logp
     surrogate, clipped = losses.clipped_surrogate(logp, jax.lax.stop_gradient(old), advantage, clip_ratio=clip_ratio)
     if importance_cap is not None:
-      surrogate *= losses.importance_weight(jax.lax.stop_gradient(logp), sampled, cap=importance_cap)
+      surrogate *= losses.importance_weight(
+          jax.lax.stop_gradient(logp), sampled, cap=importance_cap,
+          position_rt=micro.position_art if importance == "sequence" else None)
     total, stats = surrogate, {"loss/policy": surrogate}
     if reference_logp is not None:
       kl = losses.kl_estimate(logp, reference_logp, estimator=kl_estimator)

@@ -2,8 +2,8 @@
 
     python tests/faulty_retriever.py --upstream=http://127.0.0.1:8000 --faults=ok,500,truncated [--poison=TEXT]
 
-The n-th search gets the n-th fault, again and again from the first; a search whose body holds `poison` always gets
-500. What the faults do stands in `Faulty.broken`. It prints its URL and runs until it is stopped.
+The n-th search gets the n-th fault, again and again from the first; a search whose body holds `poison` always
+gets 500. What the faults do stands in `Faulty.broken`. It prints its URL and runs until it is stopped.
 """
 
 import argparse
@@ -49,7 +49,8 @@ class Faulty(http.server.ThreadingHTTPServer):
       made = {"manifest": {"kind": "function"}} if body is None else self.upstream(json.loads(body))
       return 200, json.dumps(made).encode(), {}
     try:
-      with urllib.request.urlopen(urllib.request.Request(self.upstream + path, data=body), timeout=30) as found:
+      with urllib.request.urlopen(urllib.request.Request(self.upstream + path, data=body),
+                                  timeout=30) as found:
         return found.status, found.read(), dict(found.headers)
     except urllib.error.HTTPError as error:
       return error.code, error.read(), dict(error.headers)

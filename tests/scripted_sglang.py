@@ -91,7 +91,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
   def do_pause_generation(self, body, fault):
     self.answer({"status": "ok"})
 
-  do_continue_generation = do_pause_generation
+  do_continue_generation = do_release_memory_occupation = do_resume_memory_occupation = do_pause_generation
 
   def do_abort_request(self, body, fault):
     with State.lock:

@@ -71,7 +71,7 @@ def _with_parents(target: str):
 WITHOUT_JAX = [
     "types", "rewards", "strata", "data", "retrieval", "rollout.loop", "rollout.agent", "rollout.tags", "rollout.limits",
     "rollout.prompts", "rollout.sampler", "evaluate", "metrics", "progress", "report", "charts", "figures", "alarms",
-    "transcripts", "scores",
+    "transcripts", "scores", "statistics", "tables", "answers", "rollout.chat", "rollout.methods", "rollout.method_prompts",
 ]
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
 
@@ -93,12 +93,18 @@ MAY_IMPORT = {
     "update": ["types", "losses", "theory", "sharding", "policy"],
     "retrieval": ["types", "retrieval", "progress"],
     "data": ["types", "data", "retrieval.corpus", "rollout.sampler"],
-    "evaluate": ["types", "rewards"],
+    "evaluate": ["types", "rewards", "statistics"],
+    "statistics": [],
+    "tables": [],
+    "answers": ["types", "evaluate", "metrics"],
     "rollout.loop": ["types", "rollout", "retrieval.corpus"],
     "rollout.agent": ["types", "rollout", "retrieval.corpus"],
     "rollout.tags": ["types", "rollout", "retrieval.corpus"],
     "rollout.limits": ["types", "rollout"],
     "rollout.prompts": [],
+    "rollout.methods": ["types", "rollout", "retrieval.corpus"],
+    "rollout.method_prompts": [],
+    "rollout.chat": [],
     "rollout.sampler": [],
     "rollout.jax_sampler": ["rollout.sampler", "policy"],
 }

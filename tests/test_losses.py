@@ -93,6 +93,28 @@ def test_k2_and_k3_are_never_negative_and_stay_finite_however_far_the_two_polici
     assert (value >= 0).all() and jnp.isfinite(value).all()
 
 
+def test_a_segments_sum_stands_at_each_of_its_tokens():
+  position = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])
+  x = np.random.default_rng(0).standard_normal(position.shape).astype(np.float32)
+  found = jax.jit(losses.segment_sum)(x, position)
+  for row, cuts in enumerate(([0, 3, 5, 6, 7], [0, 7])):
+    for start, end in zip(cuts, cuts[1:]):
+      np.testing.assert_allclose(found[row, start:end], np.full(end - start, np.float64(x[row, start:end]).sum()), atol=1e-6)
+
+
+def test_a_sequences_weight_is_the_product_of_its_tokens_ratios_up_to_the_cap():
+  position = jnp.array([[0, 1, 2, 0, 1]])
+  gap = jnp.log(jnp.array([[2.0, 3.0, 0.5, 0.5, 0.25]]))
+  weigh = lambda cap: losses.importance_weight(gap, jnp.zeros_like(gap), cap=cap, position_rt=position)
+  np.testing.assert_allclose(weigh(10.0), [[3, 3, 3, 0.125, 0.125]], rtol=1e-6)
+  np.testing.assert_allclose(weigh(2.0), [[2, 2, 2, 0.125, 0.125]], rtol=1e-6)
+
+
+def test_an_importance_weight_of_any_gap_is_finite():
+  far = jnp.array([[-1e6, 1e6, 50.0]])
+  assert np.isfinite(losses.importance_weight(far, jnp.zeros_like(far), cap=1e30)).all()
+
+
 def test_importance_weights_are_the_ratio_up_to_the_cap():
   found = losses.importance_weight(jnp.float32([-1, -1, -1]), jnp.float32([-1, -1 + np.log(2), -1 - np.log(4)]), cap=2.0)
   np.testing.assert_allclose(found, [1.0, 0.5, 2.0], rtol=1e-6)

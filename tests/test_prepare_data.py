@@ -1,18 +1,22 @@
 """experiments/prepare_data.py: from raw files, or a hub on the loopback, to what the presets name."""
 
+import contextlib
 import gzip
 import hashlib
 import http.server
+import io
 import json
-import os
 import pathlib
 import subprocess
 import sys
 import threading
 
+from absl import flags
+from absl.testing import flagsaver
 import pytest
 
 from configs import search_r1
+from experiments import prepare_data
 from stratified.data import prepare, readers
 from stratified.retrieval.corpus import read_corpus
 
@@ -30,12 +34,24 @@ def flashrag(id, question, answer="x"):
 
 
 def run(*arguments):
-  return subprocess.run([sys.executable, "experiments/prepare_data.py", *map(str, arguments)], cwd=ROOT, capture_output=True,
-                        text=True, env=os.environ | {"no_proxy": "127.0.0.1"})
+  """The command in this process: as fast as what it does."""
+  told, complained = io.StringIO(), io.StringIO()
+  flags.FLAGS.unparse_flags()
+  flags.FLAGS(["prepare_data.py"])
+  with flagsaver.flagsaver(), contextlib.redirect_stdout(told), contextlib.redirect_stderr(complained):
+    flags.FLAGS(["prepare_data.py", *map(str, arguments)])
+    try:
+      prepare_data.main(None)
+      code = 0
+    except SystemExit as error:
+      code = 1
+      complained.write(f"{error}")
+  return subprocess.CompletedProcess(arguments, code, told.getvalue(), complained.getvalue())
 
 
 def raw_files(raw):
-  lines(raw / "nq" / "train.jsonl", flashrag("train_0", "who wrote hamlet"), flashrag("train_1", "where is Oslo?"))
+  lines(raw / "nq" / "train.jsonl", flashrag("train_0", "who wrote hamlet"), flashrag("train_1", "where is Oslo?"),
+        flashrag("train_2", "who else?"))
   lines(raw / "hotpotqa" / "train.jsonl", flashrag("train_0", "Same country?", "yes"))
   lines(raw / "nq" / "test.jsonl", flashrag("test_0", "Where is oslo"))
   lines(raw / "popqa" / "test.jsonl", flashrag("test_0", "Who wrote Hamlet?"), flashrag("test_1", "Who is Ada?"))
@@ -58,7 +74,8 @@ def test_writes_what_the_presets_read(prepared):
   config = search_r1.get_config("base")
   place = lambda value: out / pathlib.Path(value).relative_to("data")
   train = readers.read_questions(place(config.data.questions), split=config.data.split)
-  assert [(q.source, q.text) for q in train] == [("hotpotqa", "Same country?")] and train[0].hops == 2
+  assert [(q.source, q.text) for q in train] == [("hotpotqa", "Same country?"), ("nq", "who else?")]
+  assert train[0].hops == 2 and train[1].hops is None
   held = readers.read_questions(place(config.data.evaluation))
   assert [(q.source, q.text) for q in held] == [("nq", "Where is oslo"), ("popqa", "Who wrote Hamlet?"), ("popqa", "Who is Ada?")]
   passages = read_corpus(place(config.data.corpus))
@@ -68,8 +85,8 @@ def test_writes_what_the_presets_read(prepared):
 def test_the_manifest_tells_counts_hashes_licences_and_duplicates(prepared):
   out, told = prepared
   manifest = json.loads((out / "manifest.json").read_text())
-  assert set(manifest["files"]) == {"nq_hotpotqa_train/hotpotqa.jsonl", "benchmarks/nq.jsonl", "benchmarks/popqa.jsonl",
-                                    "wiki18.jsonl"}
+  assert set(manifest["files"]) == {"nq_hotpotqa_train/nq.jsonl", "nq_hotpotqa_train/hotpotqa.jsonl", "benchmarks/nq.jsonl",
+                                    "benchmarks/popqa.jsonl", "wiki18.jsonl"}
   for path, entry in manifest["files"].items():
     data = (out / path).read_bytes()
     assert entry["sha256"] == hashlib.sha256(data).hexdigest() and entry["bytes"] == len(data)
@@ -88,10 +105,25 @@ def test_duplicates_stay_unless_told_and_benchmarks_of_an_earlier_call_are_compa
   assert done.returncode == 0, done.stderr
   assert "nq / popqa: 1 training question stands in the benchmark (kept; --remove_duplicates leaves them out)" in done.stdout
   manifest = json.loads((out / "manifest.json").read_text())
-  assert set(manifest["files"]) == {"benchmarks/popqa.jsonl", "mix/nq.jsonl"} and manifest["files"]["mix/nq.jsonl"]["count"] == 2
+  assert set(manifest["files"]) == {"benchmarks/popqa.jsonl", "mix/nq.jsonl"} and manifest["files"]["mix/nq.jsonl"]["count"] == 3
 
 
-def test_the_same_inputs_give_the_same_files(prepared, tmp_path):
+def test_a_training_set_of_which_nothing_is_left_is_refused(tmp_path):
+  raw = raw_files(tmp_path / "raw")
+  lines(raw / "nq" / "train.jsonl", flashrag("train_0", "Who is Ada?"))
+  done = run(f"--out={tmp_path / 'data'}", f"--train={raw / 'nq/train.jsonl'}", f"--test={raw / 'popqa'}", "--train_sets=nq",
+             "--remove_duplicates")
+  assert "no question of nq is left to write to nq_hotpotqa_train/nq.jsonl: all of its training" in done.stderr
+
+
+def test_the_command_runs_by_itself(tmp_path):
+  raw = raw_files(tmp_path / "raw")
+  done = subprocess.run([sys.executable, "experiments/prepare_data.py", f"--out={tmp_path / 'data'}", f"--test={raw / 'popqa'}"],
+                        cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0 and "| benchmarks/popqa.jsonl | 2 | 0.0 | MIT |" in done.stdout, done.stderr
+
+
+def test_the_same_inputs_give_the_same_files(tmp_path):
   raw = raw_files(tmp_path / "raw")
   for name in ("a", "b"):
     assert run(f"--out={tmp_path / name}", f"--test={raw / 'popqa'}").returncode == 0

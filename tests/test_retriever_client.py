@@ -73,7 +73,8 @@ def test_many_queries_are_split_into_requests_that_run_at_the_same_time():
   assert 2 <= most[0] <= 4
 
 
-@pytest.mark.parametrize("fault", ["500", "502", "503", "429", "408", "malformed", "html", "short", "truncated", "reset"])
+@pytest.mark.parametrize(
+    "fault", ["500", "502", "503", "429", "408", "malformed", "html", "short", "truncated", "reset"])
 def test_a_fault_that_passes_is_tried_again(fault):
   with Faulty(echo, [fault, fault, "ok"]) as server:
     asking = retriever(server)
@@ -101,7 +102,8 @@ def test_a_request_that_is_refused_is_not_sent_again(status):
 @pytest.mark.parametrize("status", [301, 401, 403, 404])
 def test_a_reply_that_no_retriever_gives_stops_at_once_and_says_where_to_look(status):
   with Faulty(echo, [str(status)]) as server:
-    with pytest.raises(RetrieverDown, match=f"retrieve answers {status} made to fail, as no retriever does; check "):
+    with pytest.raises(RetrieverDown,
+                       match=f"retrieve answers {status} made to fail, as no retriever does; check "):
       retriever(server).search(["a"], 2)
     assert len(server.seen) == 1
 
@@ -123,8 +125,9 @@ def test_a_server_that_only_fails_ends_the_run_within_the_time():
   """It is up and answers /health, but no search works: masking every search would train without searching."""
   with Faulty(echo, ["500"]) as server:
     asking, start = retriever(server, retries=1, give_up_s=0.6), time.monotonic()
-    with pytest.raises(RetrieverDown, match=rf"{server.url} has given no usable reply for \d+ s .*500 made to fail\); "
-                       "start it again, then repeat the command"):
+    with pytest.raises(
+        RetrieverDown, match=rf"{server.url} has given no usable reply for \d+ s .*500 made to fail\); "
+        "start it again, then repeat the command"):
       for _ in range(100):
         assert all(isinstance(result, RetrieverError) for result in asking.search(["a", "b"], 2))
     assert time.monotonic() - start < 6
@@ -156,7 +159,8 @@ def test_a_search_waits_for_a_server_that_is_away_for_less_than_the_time():
 
 def test_a_server_that_stays_away_ends_the_search_in_one_sentence():
   asking, start = HttpRetriever(f"http://127.0.0.1:{free_port()}", give_up_s=0.7), time.monotonic()
-  with pytest.raises(RetrieverDown, match=r"no usable reply for \d s \(it may be gone for 0\.7; last: ConnectError"):
+  with pytest.raises(RetrieverDown,
+                     match=r"no usable reply for \d s \(it may be gone for 0\.7; last: ConnectError"):
     asking.search([f"q{i}" for i in range(300)], 2)
   assert 0.6 < time.monotonic() - start < 5
 
@@ -212,10 +216,12 @@ def test_a_server_of_search_r1_without_a_health_page_is_accepted():
     assert retriever(server).search(["a"], 2) == [expected("a")]
 
 
-@pytest.mark.parametrize("fault, reason", [("404", "answers 404"), ("html", "not JSON"), ("500", "500 made to fail")])
+@pytest.mark.parametrize("fault, reason", [("404", "answers 404"), ("html", "not JSON"),
+                                           ("500", "500 made to fail")])
 def test_connect_refuses_what_is_no_retriever_and_names_the_way_out(fault, reason):
   with Faulty(echo, [fault]) as server:
-    with pytest.raises(ConnectionError, match=f"no retriever answers at {server.url} .*{reason}.*serve_retriever"):
+    with pytest.raises(ConnectionError,
+                       match=f"no retriever answers at {server.url} .*{reason}.*serve_retriever"):
       retriever(server).connect()
 
 
@@ -224,22 +230,27 @@ def test_connect_refuses_an_address_where_nobody_listens():
     HttpRetriever("http://127.0.0.1:1").connect()
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a:1", "http://", "http://a:port", "http://a:99999",
-                                 "http://a/retrieve?topk=3", "http://[::1"])
+@pytest.mark.parametrize("url", [
+    "", "localhost:8000", "ftp://a:1", "http://", "http://a:port", "http://a:99999",
+    "http://a/retrieve?topk=3", "http://[::1"
+])
 def test_what_is_no_url_is_refused(url):
   with pytest.raises(ValueError, match="is not the URL of a retriever; give one like"):
     HttpRetriever(url)
 
 
-@pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/retrieve", " http://a:1/retrieve/ "])
+@pytest.mark.parametrize("url",
+                         ["http://a:1", "http://a:1/", "http://a:1/retrieve", " http://a:1/retrieve/ "])
 def test_the_path_may_be_a_part_of_the_url(url):
   assert client.base_url(url) == "http://a:1"
   assert client.base_url("https://a/wiki/retrieve") == "https://a/wiki"
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"timeout_s": 0}, "timeout_s is 0"), ({"give_up_s": math.nan}, "give_up_s nan"), ({"retries": -1}, "retries is -1"),
-    ({"in_flight": 0}, "in_flight is 0"), ({"queries_per_request": 0}, "queries_per_request is 0")])
+@pytest.mark.parametrize("changes, message", [({"timeout_s": 0}, "timeout_s is 0"),
+                                              ({"give_up_s": math.nan}, "give_up_s nan"),
+                                              ({"retries": -1}, "retries is -1"),
+                                              ({"in_flight": 0}, "in_flight is 0"),
+                                              ({"queries_per_request": 0}, "queries_per_request is 0")])
 def test_settings_out_of_range_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     HttpRetriever("http://127.0.0.1:1", **changes)
@@ -279,8 +290,10 @@ def test_a_score_without_a_number_is_null(score):
 
 
 def test_documents_of_other_servers_are_understood():
-  body = (b'{"result": [[{"document": {"id": 7, "contents": "\\"T\\"\\nx"}, "score": NaN}, {"id": "8", "title": "T", '
-          b'"text": "x", "contents": "something else"}, {"document": {"id": "9", "title": "T", "contents": "T\\nx"}}]]}')
+  body = (
+      b'{"result": [[{"document": {"id": 7, "contents": "\\"T\\"\\nx"}, "score": NaN}, {"id": "8", "title": "T", '
+      b'"text": "x", "contents": "something else"}, {"document": {"id": "9", "title": "T", "contents": "T\\nx"}}]]}'
+  )
   found, = wire.parse_reply(body, count=1, topk=3)
   assert found == [Passage("7", "T", "x"), Passage("8", "T", "x"), Passage("9", "T", "x")]
   assert [p.score for p in found] == [None, None, None]

@@ -1,6 +1,8 @@
-"""Training against real retrieval servers that die, hang, stumble and come back: nothing is lost, nothing is wrong.
+"""Training against real retrieval servers that die, hang, stumble and come back: nothing is lost, nothing is
+wrong.
 
-Runs go on from one short run's workdir, so that the policy's warm start, which teaches it to search, is done once.
+Runs go on from one short run's workdir, so that the policy's warm start, which teaches it to search, is done
+once.
 """
 
 import json
@@ -25,10 +27,12 @@ from stratified.retrieval.corpus import Passage, RetrieverError
 from test_train import SETTINGS, rows, rows_so_far, without_times
 
 ROOT = pathlib.Path(__file__).parents[1]
-STEPS = 24
+STEPS = 16
 RUN = SETTINGS | {
-    "num_steps": 1, "warm_start.num_steps": 150, "warm_start.learning_rate": 0.01, "eval.every": 0, "eval.questions": 1,
-    "checkpoint.every": 5, "retriever.name": "http", "retriever.cache": 0, "retriever.retries": 3}
+    "num_steps": 1, "warm_start.num_steps": 150, "warm_start.learning_rate": 0.01, "eval.every": 0,
+    "eval.questions": 1, "checkpoint.every": 5, "retriever.name": "http", "retriever.cache": 0,
+    "retriever.retries": 3
+}
 
 
 def flags_of(settings):
@@ -59,8 +63,10 @@ def end(*processes):
 
 
 def command(workdir, url, **changes):
-  return [sys.executable, "experiments/train.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}",
-          f"--config.retriever.url={url}", *flags_of(RUN | changes)]
+  return [
+      sys.executable, "experiments/train.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}",
+      f"--config.retriever.url={url}", *flags_of(RUN | changes)
+  ]
 
 
 def run(workdir, url, **changes):
@@ -81,7 +87,8 @@ def corpus(tmp_path_factory):
   """The same passages as a file: a server of that starts in no time."""
   config, path = search_r1.get_config("tiny"), tmp_path_factory.mktemp("corpus") / "passages.jsonl"
   config.data.entities = SETTINGS["data.entities"]
-  path.write_text("".join(json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in worlds.passages(config)))
+  path.write_text("".join(
+      json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in worlds.passages(config)))
   return path
 
 
@@ -139,7 +146,8 @@ def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, 
   process, url = serve(corpus, port=port)
   log = (tmp_path / "log").open("w+")
   patient = {"retriever.give_up_s": 120.0, "num_steps": STEPS}
-  training = subprocess.Popen(command(workdir, url, **patient), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+  training = subprocess.Popen(command(workdir, url, **patient), cwd=ROOT, stdout=log,
+                              stderr=subprocess.STDOUT)
   try:
     until(lambda: rows_so_far(workdir) > known or training.poll() is not None)
     end(process)
@@ -171,7 +179,8 @@ def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, 
     assert step < STEPS and (workdir / "checkpoints" / str(step)).exists()
     process, _ = serve(corpus, port=port)
     done = run(workdir, url, **patient)
-    assert done.returncode == 0 and f"going on from step {step} of {STEPS}" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and f"going on from step {step} of {STEPS}" in done.stdout, done.stderr[
+        -3000:]
   finally:
     end(process)
   same_as(undisturbed, workdir)
@@ -194,13 +203,19 @@ def test_faults_that_pass_change_nothing(begun, undisturbed, server, tmp_path):
 def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(begun, undisturbed, server, tmp_path):
   """One query of the first new step never works; the other rollouts of its step are trained on."""
   workdir = copy_of(begun, tmp_path / "run")
-  step = [json.loads(line) for line in (undisturbed / "trajectories/step_000002.jsonl").read_text().splitlines()]
-  asked = [[search["query"] for turn in one["turns"] for search in turn["searches"] if search["query"]] for one in step]
+  step = [
+      json.loads(line) for line in (undisturbed / "trajectories/step_000002.jsonl").read_text().splitlines()
+  ]
+  asked = [[search["query"]
+            for turn in one["turns"]
+            for search in turn["searches"]
+            if search["query"]]
+           for one in step]
   poison = next(query for queries in asked for query in queries)
   struck = [one for one, queries in zip(step, asked) if any(poison in query for query in queries)]
   assert 0 < len(struck) < len(step)
-  proxy, url = start("tests/faulty_retriever.py", f"--upstream={server}", f"--poison={json.dumps(poison)[1:-1]}",
-                     PYTHONPATH=str(ROOT))
+  proxy, url = start("tests/faulty_retriever.py", f"--upstream={server}",
+                     f"--poison={json.dumps(poison)[1:-1]}", PYTHONPATH=str(ROOT))
   try:
     done = run(workdir, url, **{"num_steps": 2, "retriever.retries": 1})
   finally:
@@ -210,23 +225,28 @@ def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(begun, undisturb
   assert row["rollout/failed"] == len(struck) and row["update/skipped"] == 0
   after = [json.loads(line) for line in (workdir / "trajectories/step_000002.jsonl").read_text().splitlines()]
   lost = [one for one in after if one["fault"]]
-  assert [(one["question_id"], one["sample"]) for one in lost] == [(one["question_id"], one["sample"]) for one in struck]
+  assert [(one["question_id"], one["sample"]) for one in lost
+         ] == [(one["question_id"], one["sample"]) for one in struck]
   assert all("500 made to fail" in one["fault"] and one["reward"] is None for one in lost)
 
 
 def test_a_run_refuses_a_server_of_another_corpus_before_any_work(server, tmp_path):
   done = run(tmp_path / "other", server, **{"data.entities": 70})
   assert done.returncode == 1 and "Traceback" not in done.stderr
-  assert re.search(rf"the retriever at {server} searches the corpus \w{{16}}, \d+ passages, not the corpus \w{{16}}: "
-                   "serve it with python experiments/serve_retriever.py", done.stderr)
+  assert re.search(
+      rf"the retriever at {server} searches the corpus \w{{16}}, \d+ passages, not the corpus \w{{16}}: "
+      "serve it with python experiments/serve_retriever.py", done.stderr)
   assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("changes, sentence", [
-    ({"retriever.name": "google"}, "retriever.name='google' is unknown; choose one of bm25, dense, http, hybrid"),
-    ({"retriever.url": "localhost"}, "'localhost' is not the URL of a retriever; give one like http://127.0.0.1:8000"),
+    ({"retriever.name": "google"
+     }, "retriever.name='google' is unknown; choose one of bm25, dense, http, hybrid"),
+    ({"retriever.url": "localhost"
+     }, "'localhost' is not the URL of a retriever; give one like http://127.0.0.1:8000"),
     ({"retriever.name": "dense"}, "retriever.index='' is no folder of an index.*build_index.py"),
-    ({"retriever.name": "hybrid", "retriever.index": "nowhere"}, "retriever.index='nowhere' is no folder of an index"),
+    ({"retriever.name": "hybrid", "retriever.index": "nowhere"
+     }, "retriever.index='nowhere' is no folder of an index"),
     ({"retriever.give_up_s": 0.0}, "retriever.give_up_s=0.0 must be above 0"),
     ({"retriever.retries": -1}, "retriever.retries=-1 must be at least 0"),
     ({"retriever.in_flight": 0}, "retriever.in_flight=0 must be at least 1"),
@@ -306,7 +326,8 @@ def test_a_refused_query_is_lost_alone(corpus):
   try:
     asking = HttpRetriever(url)
     found = asking.search(["who", "w" * 41, "what is it"], 1)
-    assert isinstance(found[1], RetrieverError) and "413 queries[0] has 41 characters, more than 40" in str(found[1])
+    assert isinstance(found[1], RetrieverError) and "413 queries[0] has 41 characters, more than 40" in str(
+        found[1])
     assert isinstance(found[0], list) and isinstance(found[2], list)
   finally:
     end(process)

@@ -24,8 +24,11 @@ from stratified.retrieval.client import HttpRetriever
 from stratified.retrieval.corpus import Passage, RetrieverError
 
 ROOT = pathlib.Path(__file__).parents[1]
-PASSAGES = [Passage("1", "Oslo", "Oslo is the capital of Norway."), Passage("2", "Bergen", "Bergen lies in Norway."),
-            Passage("3", "", 'A line.\n"Another" line about Norway, 東京 and more.')]
+PASSAGES = [
+    Passage("1", "Oslo", "Oslo is the capital of Norway."),
+    Passage("2", "Bergen", "Bergen lies in Norway."),
+    Passage("3", "", 'A line.\n"Another" line about Norway, 東京 and more.')
+]
 
 
 class Recording:
@@ -42,14 +45,18 @@ class Recording:
       assert self.gate.wait(20)
     if "bad" in queries:
       raise RetrieverError("it can't")
-    return [RetrieverError("odd one") if query == "odd" else [Passage(query, "", "x", 1.0)] * topk for query in queries]
+    return [
+        RetrieverError("odd one") if query == "odd" else [Passage(query, "", "x", 1.0)] * topk
+        for query in queries
+    ]
 
 
 def ask(app, *requests):
   """The replies to (method, path, body) requests, sent at the same time."""
   async def run():
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as caller:
-      return await asyncio.gather(*(caller.request(method, path, content=body) for method, path, body in requests))
+      return await asyncio.gather(
+          *(caller.request(method, path, content=body) for method, path, body in requests))
   return asyncio.run(run())
 
 
@@ -78,15 +85,17 @@ def test_no_topk_is_the_servers_own(app, topk):
   assert len(post(app, body).json()["result"][0]) == 2
 
 
-@pytest.mark.parametrize("body", [{"query": "Oslo"}, {"query": ["Oslo"]}, {"queries": "Oslo"}, {"queries": ["Oslo"]},
-                                  {"query": "Oslo", "queries": None, "topk": None, "other": 3}])
+@pytest.mark.parametrize("body",
+                         [{"query": "Oslo"}, {"query": ["Oslo"]}, {"queries": "Oslo"}, {"queries": ["Oslo"]},
+                          {"query": "Oslo", "queries": None, "topk": None, "other": 3}])
 def test_query_and_queries_mean_the_same(app, body):
   assert [[d["id"] for d in documents] for documents in post(app, body).json()["result"]] == [["1"]]
 
 
 def test_blank_queries_find_nothing_and_are_not_searched_for():
   recording = Recording()
-  assert post(server.make_app(recording), {"queries": ["", " \n", "a"], "topk": 1}).json()["result"][:2] == [[], []]
+  assert post(server.make_app(recording),
+              {"queries": ["", " \n", "a"], "topk": 1}).json()["result"][:2] == [[], []]
   assert post(server.make_app(recording), {"queries": []}).json() == {"result": []}
   assert recording.calls == [(["a"], 1)]
 
@@ -105,8 +114,11 @@ def test_health_tells_what_is_searched(app):
 
 
 @pytest.mark.parametrize("body, status, message", [
-    (b"", 400, "the body is not JSON"), (b"\xff\xfe", 400, "the body is not JSON"), (b"[" * 900, 400, "the body is "),
-    (b"[]", 400, "a JSON list; it must be an object"), ({}, 400, "neither is there (fields: [])"),
+    (b"", 400, "the body is not JSON"),
+    (b"\xff\xfe", 400, "the body is not JSON"),
+    (b"[" * 900, 400, "the body is "),
+    (b"[]", 400, "a JSON list; it must be an object"),
+    ({}, 400, "neither is there (fields: [])"),
     ({"question": "x"}, 400, 'neither is there (fields: ["question"])'),
     ({"query": "a", "queries": ["b"]}, 400, "both are there"),
     ({"queries": 3}, 400, "queries is a JSON int; it must be a list of strings"),
@@ -115,10 +127,14 @@ def test_health_tells_what_is_searched(app):
     ({"queries": ["\ud800"]}, 400, "queries[0] holds half of a surrogate pair"),
     ({"queries": ["a"] * 6}, 413, "queries holds 6 queries, more than 5; send fewer at once"),
     ({"queries": ["a" * 51]}, 413, "queries[0] has 51 characters, more than 50"),
-    ({"queries": ["a"], "topk": 11}, 400, "topk is 11; it must be a whole number from 1 to 10, or 0 or null for 2"),
-    ({"queries": ["a"], "topk": -1}, 400, "topk is -1"), ({"queries": ["a"], "topk": "3"}, 400, 'topk is "3"'),
-    ({"queries": ["a"], "topk": True}, 400, "topk is true"), ({"queries": ["a"], "topk": 1.0}, 400, "topk is 1.0"),
-    (b'{"queries": ["a"], "topk": NaN}', 400, "topk is NaN"), (b'{"queries": ["a"], "topk": 1e999}', 400, "topk is Inf"),
+    ({"queries": ["a"], "topk": 11
+     }, 400, "topk is 11; it must be a whole number from 1 to 10, or 0 or null for 2"),
+    ({"queries": ["a"], "topk": -1}, 400, "topk is -1"),
+    ({"queries": ["a"], "topk": "3"}, 400, 'topk is "3"'),
+    ({"queries": ["a"], "topk": True}, 400, "topk is true"),
+    ({"queries": ["a"], "topk": 1.0}, 400, "topk is 1.0"),
+    (b'{"queries": ["a"], "topk": NaN}', 400, "topk is NaN"),
+    (b'{"queries": ["a"], "topk": 1e999}', 400, "topk is Inf"),
     ({"queries": ["a"], "return_scores": 1}, 400, "return_scores is 1; it must be true or false"),
     (b" " * 1001, 413, "the body is longer than 1000 bytes"),
 ])
@@ -141,7 +157,8 @@ def test_a_body_of_unknown_length_is_cut_off_and_a_compressed_one_refused(app):
   assert compressed.status_code == 415 and "compressed" in compressed.json()["error"]
 
 
-@pytest.mark.parametrize("method, path, status", [("GET", "/retrieve", 405), ("POST", "/health", 405), ("GET", "/", 404)])
+@pytest.mark.parametrize("method, path, status", [("GET", "/retrieve", 405), ("POST", "/health", 405),
+                                                  ("GET", "/", 404)])
 def test_other_pages_say_what_there_is(app, method, path, status):
   reply, = ask(app, (method, path, None))
   assert reply.status_code == status
@@ -192,9 +209,11 @@ def test_a_batch_holds_one_topk_and_no_more_queries_than_it_may():
   recording = Recording(gate)
   after_the_first(gate, recording)
   app = server.make_app(recording, max_batch=2)
-  replies = ask(app, *bodies("a", topk=1), *bodies("b", "c", "d", topk=2), *bodies(["e", "f", "g", "h", "i"], topk=1))
+  replies = ask(app, *bodies("a", topk=1), *bodies("b", "c", "d", topk=2),
+                *bodies(["e", "f", "g", "h", "i"], topk=1))
   assert ids(replies) == [["a"], ["b"], ["c"], ["d"], ["e", "f", "g", "h", "i"]]
-  assert recording.calls == [(["a"], 1), (["b", "c"], 2), (["d"], 2), (["e", "f"], 1), (["g", "h"], 1), (["i"], 1)]
+  assert recording.calls == [(["a"], 1), (["b", "c"], 2), (["d"], 2), (["e", "f"], 1), (["g", "h"], 1),
+                             (["i"], 1)]
 
 
 def test_a_full_queue_says_when_to_come_back_and_serves_who_waits():
@@ -204,7 +223,8 @@ def test_a_full_queue_says_when_to_come_back_and_serves_who_waits():
   replies = ask(server.make_app(recording, max_queued=2), *bodies("a", "b", "c", "d", "e"))
   assert [reply.status_code for reply in replies] == [200, 200, 200, 503, 503]
   assert replies[3].headers["retry-after"] == "1"
-  assert "2 queries are waiting, which leaves no room for 1 more of 2; try again later" in replies[3].json()["error"]
+  assert "2 queries are waiting, which leaves no room for 1 more of 2; try again later" in replies[3].json(
+  )["error"]
   assert ids(replies[:3]) == [["a"], ["b"], ["c"]]
 
 
@@ -249,8 +269,9 @@ def test_a_retriever_that_breaks_its_interface_is_an_error_and_the_server_goes_o
   assert post(app, {"queries": ["b"]}).status_code == 200
 
 
-@pytest.mark.parametrize("setting", [{"max_batch": 0}, {"max_queued": 0}, {"threads": 0}, {"default_topk": 101},
-                                     {"default_topk": 0}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_batch": 0}, {"max_queued": 0}, {"threads": 0}, {"default_topk": 101}, {"default_topk": 0}])
 def test_settings_out_of_range_are_refused(setting):
   with pytest.raises(ValueError, match=f"{'topk' if 'default_topk' in setting else list(setting)[0]} is "):
     server.make_app(Recording(), **setting)
@@ -292,7 +313,8 @@ def url(corpus):
 def test_a_server_of_a_file_loads_no_jax():
   program = ("import sys\nimport experiments.serve_retriever\n"
              "print(sorted(m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'faiss')))")
-  found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+  found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                         check=True)
   assert found.stdout.strip() == "[]"
 
 
@@ -316,11 +338,14 @@ def passages_to_string(result):
 def test_a_client_of_search_r1s_form_works(url):
   """All queries of a step in one plain request, scores wanted, the default headers of a simple HTTP library."""
   body = {"queries": ["capital Norway", "Bergen"] * 400, "topk": 1, "return_scores": True}
-  request = urllib.request.Request(url + "/retrieve", json.dumps(body).encode(), {"Content-Type": "application/json"})
+  request = urllib.request.Request(url + "/retrieve",
+                                   json.dumps(body).encode(), {"Content-Type": "application/json"})
   with urllib.request.urlopen(request, timeout=30) as reply:
     results = json.load(reply)["result"]
   assert [passages_to_string(result) for result in results] == [
-      'Doc 1(Title: "Oslo") Oslo is the capital of Norway.\n', 'Doc 1(Title: "Bergen") Bergen lies in Norway.\n'] * 400
+      'Doc 1(Title: "Oslo") Oslo is the capital of Norway.\n',
+      'Doc 1(Title: "Bergen") Bergen lies in Norway.\n'
+  ] * 400
 
 
 def test_a_client_of_skyrls_form_works(url):
@@ -328,7 +353,8 @@ def test_a_client_of_skyrls_form_works(url):
   connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
   for query, title in (("Bergen", "Bergen"), ("Oslo", "Oslo"), ("no such word", None)):
     body = json.dumps({"query": query, "topk": 1, "return_scores": True})
-    connection.request("POST", "/retrieve", body, {"Content-Type": "application/json", "Accept": "application/json"})
+    connection.request("POST", "/retrieve", body,
+                       {"Content-Type": "application/json", "Accept": "application/json"})
     found = json.loads(connection.getresponse().read()).get("result", [])
     text = "\n---\n".join(passages_to_string(result) for result in found).strip()
     assert text.startswith(f'Doc 1(Title: "{title}") {title}') if title else text == ""
@@ -342,11 +368,13 @@ def test_our_client_finds_what_the_retriever_finds_and_equal_scores(url, corpus)
   queries = [f"word{i} word{i * 7 % 89} Norway" for i in range(50)]
   found, wanted = remote.search(queries, 5), local.search(queries, 5)
   assert found == wanted
-  assert [[p.score for p in passages] for passages in found] == [[p.score for p in passages] for passages in wanted]
+  assert [[p.score for p in passages] for passages in found
+         ] == [[p.score for p in passages] for passages in wanted]
 
 
 def test_sigterm_ends_what_is_in_flight_and_takes_nothing_new(corpus):
-  process, url = start(f"--corpus={corpus}", "--port=0", "--max_batch=1", "--max_queries=20000", "--max_queued=30000")
+  process, url = start(f"--corpus={corpus}", "--port=0", "--max_batch=1", "--max_queries=20000",
+                       "--max_queued=30000")
   got = []
   queries = [f"word{i % 97} word{i % 89} {i}" for i in range(15_000)]
   asking = threading.Thread(target=lambda: got.append(httpx.post(
@@ -380,7 +408,8 @@ def test_a_dense_index_and_a_hybrid_are_served_like_bm25(tmp_path):
     process, url = start(f"--retriever={kind}", f"--index={index}", f"--corpus={path}", "--port=0")
     try:
       remote = HttpRetriever(url, queries_per_request=2)
-      assert remote.connect() == json.loads(json.dumps(retriever.manifest)) and remote.manifest["kind"] == kind
+      assert remote.connect() == json.loads(json.dumps(
+          retriever.manifest)) and remote.manifest["kind"] == kind
       assert remote.search(queries, 3) == retriever.search(queries, 3) and remote.search(queries, 3)[0]
     finally:
       process.terminate()

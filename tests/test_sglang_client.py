@@ -583,6 +583,33 @@ def test_load_while_generations_run_is_refused_unless_asked_for(start):
     check(found.poll(), tokens=30)
 
 
+def test_memory_is_given_back_until_the_next_load(start):
+  servers = start(2)
+  with sampler(servers) as (found, fleet):
+    check(found.generate(requests(4)))
+    fleet.release()
+    with pytest.raises(RuntimeError, match="before load"):
+      found.submit(requests(1)[0])
+    load(found, 1)
+    check(found.generate(requests(4)), version="run-2", step=1)
+    for server in servers:
+      routes = [path for path, _ in server.script()["seen"] if "memory" in path or "update" in path]
+      assert routes == ["/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation",
+                        "/update_weights_from_disk"]
+
+
+def test_an_unforeseen_error_in_the_background_stops_the_run(start):
+  servers = start(1)
+  with sampler(servers) as (found, fleet):
+    def broken():
+      raise ZeroDivisionError("scripted")
+    fleet.fleet._outage = broken
+    fleet.fleet.config = dataclasses.replace(fleet.fleet.config, outage_s=0.1)
+    servers[0].kill()
+    with pytest.raises(SamplerError, match="watch over the SGLang servers broke.*ZeroDivisionError"):
+      found.generate(requests(1))
+
+
 def test_submit_before_load_is_refused(start):
   with sampler(start(1), loaded=False) as (found, _):
     with pytest.raises(RuntimeError, match="before load"):

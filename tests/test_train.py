@@ -163,6 +163,15 @@ def test_a_finished_run_started_again_adds_nothing(whole):
   assert (whole / "metrics.jsonl").read_bytes() == before
 
 
+def test_rollouts_of_one_step_before_are_sampled_while_the_update_runs_and_say_so(tmp_path):
+  done = run(tmp_path / "run", **{"rollout.max_staleness": 1, "loss.old_log_probs": "sampler", "loss.importance_cap": 2.0,
+                                  "loss.importance": "sequence"})
+  assert done.returncode == 0, done.stderr[-3000:]
+  trained = [row for row in rows(tmp_path / "run") if "reward/mean" in row]
+  assert [row["rollout/staleness"] for row in trained] == [0, 1, 1, 1]
+  assert all(row["update/skipped"] == 0 and row["rollout/failed"] == 0 for row in trained)
+
+
 def test_the_command_refuses_another_config_before_any_work_and_names_the_keys(whole):
   before = (whole / "metrics.jsonl").read_bytes()
   done = run(whole, **{"advantage.alpha": 0.3, "seed": 7, "checkpoint.every": 1})
@@ -208,7 +217,10 @@ def test_the_smallest_run_itself_is_accepted():
     ({"loss.kl_coefficient": -0.1}, r"loss\.kl_coefficient=-0\.1 must be at least 0"),
     ({"num_steps": 0}, r"num_steps=0 must be at least 1"),
     ({"rollout.temperature": 0.0}, r"rollout\.temperature=0\.0 must be above 0"),
-    ({"rollout.max_staleness": 1}, r"max_staleness .*must be 0"),
+    ({"rollout.max_staleness": 2}, r"rollout\.max_staleness=2 is unknown; choose one of 0, 1"),
+    ({"rollout.max_staleness": 1}, r"max_staleness=1 .*old_log_probs=sampler.*importance_cap"),
+    ({"memory.optimizer": "disk"}, r"memory\.optimizer='disk' is unknown; choose one of device, host"),
+    ({"policy.logit_chunk": 50}, r"logit_chunk=50 does not divide packing\.row_length=128"),
     ({"packing.row_length": 90}, r"packing\.row_length=90 must be at least rollout\.max_tokens=128"),
     ({"optimizer.learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
     ({"loss.clip_ratio": float("nan")}, r"loss\.clip_ratio=nan must be at least 0, and finite"),

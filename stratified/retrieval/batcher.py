@@ -26,9 +26,10 @@ class _Job:
 class Batcher:
   """Runs `search(queries, topk)`, a blocking function, for many waiting coroutines at once.
 
-  No search waits for company: an idle batcher starts at once, a busy one takes everything of the same topk that
-  arrived meanwhile, up to `max_batch` queries, each distinct query once. Blank queries find nothing and are not
-  searched for.
+  No search waits for company: an idle batcher starts at once, a busy one takes everything of the same topk
+    that
+  arrived meanwhile, up to `max_batch` queries, each distinct query once. Blank queries find nothing and are
+  not searched for.
 
   Args:
     search: list of queries, topk -> one list of passages (or a RetrieverError) a query; runs in a thread.
@@ -38,8 +39,8 @@ class Batcher:
     threads: calls of `search` at the same time.
   """
 
-  def __init__(self, search: Callable, *, max_batch: int = 64, max_queued: int = 16_384, max_wait_s: float = 60.0,
-               threads: int = 1):
+  def __init__(self, search: Callable, *, max_batch: int = 64, max_queued: int = 16_384,
+               max_wait_s: float = 60.0, threads: int = 1):
     for name, value in dict(max_batch=max_batch, max_queued=max_queued, threads=threads).items():
       if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -114,13 +115,15 @@ class Batcher:
 
   async def _outcome(self, queries: Sequence[str], topk: int) -> dict[str, list[Passage]] | RetrieverError:
     try:
-      results = await asyncio.get_running_loop().run_in_executor(self._pool, self._search, list(queries), topk)
+      results = await asyncio.get_running_loop().run_in_executor(self._pool, self._search, list(queries),
+                                                                 topk)
       if len(results) != len(queries):
         raise RetrieverError(f"the retriever returned {len(results)} results for {len(queries)} queries")
     except Exception as error:  # whatever a retriever raises, the server goes on and says so in its reply
       if not isinstance(error, RetrieverError):
         _LOG.exception("a search of %d queries failed", len(queries))
-      return error if isinstance(error, RetrieverError) else RetrieverError(f"{type(error).__name__}: {error}")
+      return error if isinstance(error,
+                                 RetrieverError) else RetrieverError(f"{type(error).__name__}: {error}")
     self.searched += len(queries)
     self.batches += 1
     return dict(zip(queries, results))

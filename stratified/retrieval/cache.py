@@ -8,10 +8,11 @@ from stratified.retrieval.corpus import Passage, RetrieverError
 
 
 class Cached:
-  """A retriever in front of another: `capacity` queries (with their topk) are remembered, the least recent go first.
+  """A retriever in front of another: `capacity` queries (with their topk) are remembered, the least recent go
+  first.
 
-  What was not found for an error is not remembered. `hits` and `misses` count queries; of equal queries in one
-  call the first is a miss and the others are hits. Several threads may search one object.
+  What was not found for an error is not remembered. `hits` and `misses` count queries; of equal queries in
+  one call the first is a miss and the others are hits. Several threads may search one object.
   """
 
   def __init__(self, retriever, capacity: int):
@@ -44,7 +45,9 @@ class Cached:
         self._remember({query: result for query, result in zip(unknown, results)
                         if not isinstance(result, RetrieverError)}, topk)
     # A caller may change its list; the remembered one stays.
-    return [result if isinstance(result, RetrieverError) else list(result) for result in map(found.get, queries)]
+    return [
+        result if isinstance(result, RetrieverError) else list(result) for result in map(found.get, queries)
+    ]
 
   def _remember(self, results: dict[str, list[Passage]], topk: int) -> None:
     for query, passages in results.items():

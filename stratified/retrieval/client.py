@@ -1,4 +1,4 @@
-"""A retriever behind HTTP, seen from the trainer: `search(queries, topk)` like every other, over a faulty network.
+"""A retriever behind HTTP: `search(queries, topk)` like every other, over a faulty network.
 
 What becomes of a search:
   a reply of 429, 5xx, a lost connection, no reply in time, a broken or truncated body: tried again, a bounded
@@ -6,8 +6,8 @@ What becomes of a search:
   a reply of 400, 413 ...: the request itself is at fault and is not repeated;
   still no reply: the request is split, so that one bad query is lost alone. Its place in the results holds a
     RetrieverError, and the rollout that asked is masked and counted;
-  the server is out of reach: searches wait for it to come back. After `give_up_s` without a usable reply, or where
-    it comes back with another index, RetrieverDown ends the run, whose last checkpoint is safe.
+  the server is out of reach: searches wait for it to come back. After `give_up_s` without a usable reply, or
+    where it comes back with another index, RetrieverDown ends the run, whose last checkpoint is safe.
 """
 
 import asyncio
@@ -108,7 +108,8 @@ class HttpRetriever:
     # trust_env: a proxy of the environment stands between here and the internet, not a server of our own.
     self._client = httpx.AsyncClient(
         trust_env=False, timeout=None,
-        limits=httpx.Limits(max_connections=in_flight + 1, max_keepalive_connections=in_flight + 1, keepalive_expiry=30))
+        limits=httpx.Limits(max_connections=in_flight + 1, max_keepalive_connections=in_flight + 1,
+                            keepalive_expiry=30))
 
   def connect(self, topk: int = 1) -> dict:
     """Tries one search for `topk` passages; the server's manifest, {} from a server that has no /health.
@@ -176,8 +177,8 @@ class HttpRetriever:
         return [RetrieverError(f"{error}")]
     middle = len(queries) // 2
     # The server was given its chances with the whole; the halves only find out whose fault it is.
-    halves = [await self._part(half, topk, room, min(retries, 1)) for half in (queries[:middle], queries[middle:])]
-    return halves[0] + halves[1]
+    first = await self._part(queries[:middle], topk, room, min(retries, 1))
+    return first + await self._part(queries[middle:], topk, room, min(retries, 1))
 
   async def _insist(self, queries: list[str], topk: int, retries: int) -> list[list[Passage]]:
     """Tries until it works or the attempts are used up; those against a server that is down are not counted."""
@@ -203,7 +204,8 @@ class HttpRetriever:
       self._outage.worked()
       raise _Refused(f"the retriever refused it: {status} {wire.error_of(body)}".strip())
     if status >= 500 or status in _AGAIN:
-      raise _Retry(f"it answers {status} {wire.error_of(body)}".strip(), _seconds(headers.get("retry-after", "")))
+      raise _Retry(f"it answers {status} {wire.error_of(body)}".strip(),
+                   _seconds(headers.get("retry-after", "")))
     if status != 200:
       raise RetrieverDown(f"{self.url}{wire.PATH} answers {status} {wire.error_of(body)}".strip() +
                           ", as no retriever does; check retriever.url")
@@ -253,7 +255,7 @@ class HttpRetriever:
     return max(min(self._timeout_s, left), 0.05)
 
   def _pause(self, failures: int, after_s: float) -> float:
-    # Between half and the whole of it, so that many clients of one server do not come back at the same moment.
+    # Between half and the whole of it, so that many clients of one server do not come back at once.
     pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S) * self._random.uniform(0.5, 1)
     return min(max(pause, min(after_s, _LONGEST_PAUSE_S)), max(self._give_up_s - self._outage.seconds, 0.0))
 

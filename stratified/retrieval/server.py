@@ -21,7 +21,8 @@ RETRY_AFTER_S = 1  # what a client is told when the queue is full
 KEEP_ALIVE_S = 75  # longer than a client keeps an idle connection, so that the client is the one to close it
 
 
-def make_app(retriever, *, default_topk: int = 3, bounds: wire.Bounds = wire.Bounds(), **batching) -> Starlette:
+def make_app(retriever, *, default_topk: int = 3, bounds: wire.Bounds = wire.Bounds(),
+             **batching) -> Starlette:
   """The ASGI application.
 
   Args:
@@ -30,7 +31,8 @@ def make_app(retriever, *, default_topk: int = 3, bounds: wire.Bounds = wire.Bou
     bounds: what one request may ask for; beyond it is 413 or 400.
     batching: settings of Batcher.
 
-  Replies: 200; 400, 413 for a request that breaks the wire format or the bounds; 503 with Retry-After where the
+  Replies: 200; 400, 413 for a request that breaks the wire format or the bounds; 503 with Retry-After where
+    the
   queue is full; 500 where the search failed. All but 200 carry {"error": "one sentence"}.
   """
   if not 1 <= default_topk <= bounds.max_topk:
@@ -40,7 +42,8 @@ def make_app(retriever, *, default_topk: int = 3, bounds: wire.Bounds = wire.Bou
 
   async def retrieve(request: Request) -> Response:
     try:
-      ask = wire.parse_request(await _body(request, bounds.max_body_bytes), default_topk=default_topk, bounds=bounds)
+      ask = wire.parse_request(await _body(request, bounds.max_body_bytes), default_topk=default_topk,
+                               bounds=bounds)
       results = await batcher.search(ask.queries, ask.topk)
     except ClientDisconnect:
       return Response(status_code=400)  # nobody is there to read it
@@ -50,12 +53,15 @@ def make_app(retriever, *, default_topk: int = 3, bounds: wire.Bounds = wire.Bou
       return _error(f"{error}", 503, {"retry-after": f"{RETRY_AFTER_S}"})
     except RetrieverError as error:
       return _error(f"the search failed: {error}", 500)
-    return Response(wire.reply_body(results, return_scores=ask.return_scores), headers=index, media_type=_JSON)
+    return Response(wire.reply_body(results, return_scores=ask.return_scores), headers=index,
+                    media_type=_JSON)
 
   async def health(_) -> Response:
-    return JSONResponse({
-        "status": "ok", "manifest": retriever.manifest, "default_topk": default_topk, "queued": batcher.queued,
-        "searched": batcher.searched, "batches": batcher.batches}, headers=index)
+    return JSONResponse(
+        {
+            "status": "ok", "manifest": retriever.manifest, "default_topk": default_topk,
+            "queued": batcher.queued, "searched": batcher.searched, "batches": batcher.batches
+        }, headers=index)
 
   @contextlib.asynccontextmanager
   async def lifespan(_):
@@ -88,14 +94,16 @@ def _error(message: str, status: int, headers: dict | None = None) -> Response:
 
 
 async def _not_here(request: Request, error: HTTPException) -> Response:
-  return _error(f"{request.method} {request.url.path} is not served: use POST {wire.PATH} or GET {wire.HEALTH_PATH}",
-                error.status_code, error.headers)
+  return _error(
+      f"{request.method} {request.url.path} is not served: use POST {wire.PATH} or GET {wire.HEALTH_PATH}",
+      error.status_code, error.headers)
 
 
 def bind(host: str, port: int) -> socket.socket:
   """A socket that is not listening yet; raises OSError, in one sentence, where the address can't be had.
 
-  Port 0 is any free one. Bound before the index is loaded, so that minutes of loading are not lost to a taken port.
+  Port 0 is any free one. Bound before the index is loaded, so that minutes of loading are not lost to a taken
+  port.
   """
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   made = socket.socket(family, socket.SOCK_STREAM)
@@ -126,9 +134,9 @@ def serve(app: Starlette, bound: socket.socket, *, grace_s: float = 30.0, on_sta
   """
   # uvicorn raises the signal that stopped it once more, for whoever handled it before: here nobody needs it.
   before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-  server = uvicorn.Server(uvicorn.Config(
-      app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=grace_s,
-      backlog=2048, server_header=False, date_header=False))
+  server = uvicorn.Server(
+      uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
+                     timeout_graceful_shutdown=grace_s, backlog=2048, server_header=False, date_header=False))
 
   async def run():
     serving = asyncio.create_task(server.serve(sockets=[bound]))

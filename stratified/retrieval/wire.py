@@ -1,7 +1,7 @@
 """The wire format of a retrieval server, Search-R1's: what goes over HTTP as JSON, and nothing that sends it.
 
     POST /retrieve  {"queries": ["who ...", ...], "topk": 3, "return_scores": true}
-    200             {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 1.5}, ...], ...]}
+    200  {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 1.5}, ...], ...]}
 
 Without `return_scores` (it is false where it is left out) an item is the bare document. `query` may stand for
 `queries` and be a single string; `topk` null, 0 or left out is the server's default. An error is
@@ -72,7 +72,8 @@ def parse_request(body: bytes, *, default_topk: int, bounds: Bounds) -> Ask:
     raise BadRequest(f"the body is not JSON ({error})") from error
   if not isinstance(record, dict):
     raise BadRequest(f"the body is a JSON {type(record).__name__}; it must be an object with queries")
-  return Ask(_queries(record, bounds), _topk(record.get("topk"), default_topk, bounds), _return_scores(record))
+  return Ask(_queries(record, bounds), _topk(record.get("topk"), default_topk, bounds),
+             _return_scores(record))
 
 
 def _queries(record: dict, bounds: Bounds) -> tuple[str, ...]:
@@ -85,12 +86,14 @@ def _queries(record: dict, bounds: Bounds) -> tuple[str, ...]:
   if not isinstance(queries, list):
     raise BadRequest(f"{name} is a JSON {type(value).__name__}; it must be a list of strings, or one string")
   if len(queries) > bounds.max_queries:
-    raise BadRequest(f"{name} holds {len(queries)} queries, more than {bounds.max_queries}; send fewer at once", 413)
+    raise BadRequest(
+        f"{name} holds {len(queries)} queries, more than {bounds.max_queries}; send fewer at once", 413)
   for at, query in enumerate(queries):
     if not isinstance(query, str):
       raise BadRequest(f"{name}[{at}] is a JSON {type(query).__name__}; each query must be a string")
     if len(query) > bounds.max_query_characters:
-      raise BadRequest(f"{name}[{at}] has {len(query)} characters, more than {bounds.max_query_characters}", 413)
+      raise BadRequest(f"{name}[{at}] has {len(query)} characters, more than {bounds.max_query_characters}",
+                       413)
     if not _encodable(query):
       raise BadRequest(f"{name}[{at}] holds half of a surrogate pair, which no tokenizer can encode")
   return tuple(queries)

@@ -90,10 +90,24 @@ class Servers:
     # Every array, since some may be shared by two states; weakly, so that none outlives the trainer's need of it.
     self._held = {name: weakref.ref(value) for name, value in params.items()}
 
+  def release(self) -> None:
+    """Gives the servers' memory (weights and cache) to whoever shares their GPUs, until the next load().
+
+    For servers that were started with --enable-memory-saver. Raises RuntimeError while generations run.
+    """
+    if self.running:
+      raise RuntimeError("release() while generations are running: poll them to their end first")
+    self._held = {}
+    self.wait(self.fleet.release(), self.config.update_s + 60)
+
   @property
   def loaded(self) -> bool:
     """Whether the servers hold weights, the last ones that were given."""
     return bool(self._held)
+
+  @property
+  def alive(self) -> bool:
+    return self._thread.is_alive()
 
   def step_of(self, number: int) -> int:
     return self._steps[number]
@@ -179,7 +193,7 @@ class SglangSampler:
     """Blocks until a generation has ended; raises SamplerError where the run has to stop."""
     if not self._pending:
       return []
-    results = [self._results.get()]
+    results = [self._first()]
     while not self._results.empty():
       results.append(self._results.get())
     self._pending -= len(results)
@@ -188,6 +202,14 @@ class SglangSampler:
       if isinstance(result, BaseException):
         raise result
     return results
+
+  def _first(self) -> Completion | BaseException:
+    while True:
+      try:
+        return self._results.get(timeout=5)
+      except queue.Empty:
+        if not self._servers.alive:
+          raise SamplerError("the thread that speaks to the SGLang servers has ended; start the run again") from None
 
   def abort(self, keys: Sequence[tuple[int, int, int]] | None = None) -> None:
     """Ends the named generations, or all; poll() returns each as a fault with the tokens that it has."""

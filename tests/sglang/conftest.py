@@ -1,14 +1,8 @@
 """Real SGLang servers on CPU for the tests of this folder, started once: `make test-sglang`."""
 
 import contextlib
-import os
 import pathlib
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 
 import jax
 import pytest
@@ -17,6 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "third_party" / "sglang"))  # small_checkpoint
 import small_checkpoint  # noqa: E402
 
+from experiments.soak_sglang import RealServer
 from stratified.data import tokenizer as tokenizers
 from stratified.policy import hugging_face
 from stratified.rollout.sglang.members import FleetConfig
@@ -27,43 +22,6 @@ PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 HELPER = ("env", f"PYTHONPATH={ROOT / 'third_party' / 'sglang' / 'standins'}", "SGLANG_USE_CPU_ENGINE=1", "OMP_NUM_THREADS=1",
           str(PYTHON), str(ROOT / "third_party" / "sglang" / "broadcast.py"))
 LENGTH = 256
-READY_S = 300
-
-
-class RealServer:
-  """One server and the processes that belong to it, in a session of their own."""
-
-  def __init__(self, model: pathlib.Path, logs: pathlib.Path):
-    with socket.socket() as free:
-      free.bind(("127.0.0.1", 0))
-      self.port = free.getsockname()[1]
-    self.model, self.logs, self.url = model, logs, f"http://127.0.0.1:{self.port}"
-    self.start()
-
-  def start(self):
-    self.process = subprocess.Popen(
-        ["nice", "-n", "5", ROOT / "third_party/sglang/launch.sh", self.model, "--cpu", "--port", str(self.port),
-         "--logs", self.logs], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-  def signal(self, number):
-    os.killpg(self.process.pid, number)
-
-  def kill(self):
-    with contextlib.suppress(ProcessLookupError):
-      self.signal(signal.SIGKILL)
-    self.process.wait()
-
-  def ready(self):
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end:
-      if self.process.poll() is not None:
-        break
-      with contextlib.suppress(OSError):
-        if urllib.request.urlopen(self.url + "/health", timeout=5).status == 200:
-          return self
-      time.sleep(0.5)
-    log = (self.logs / f"server-{self.port}.log").read_text(errors="replace")[-3000:]
-    pytest.fail(f"the server on port {self.port} is not ready; its log ends with\n{log}")
 
 
 @pytest.fixture(scope="session")

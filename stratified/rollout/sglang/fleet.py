@@ -12,16 +12,16 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from stratified.rollout.sampler import Request
 from stratified.rollout.sglang import wire
 from stratified.rollout.sglang.errors import Busy, Lost, Refused, SamplerError, Stale
 from stratified.rollout.sglang.members import FleetConfig, Member, Publication, give, give_together, prove, quietly
+from stratified.rollout.sglang.places import Key, Places
 from stratified.rollout.sglang.server import Server
 
-Key = tuple[int, int, int]
 FAILURES = 3  # failed generations in a row after which a server that still answers counts as lost
 
 
@@ -43,14 +43,13 @@ class Fleet:
     self._vocab_size, self._eos_id = vocab_size, eos_id
     self._members = [Member(Server(url)) for url in config.urls]
     self._rids = itertools.count()
-    self._waiting: collections.deque[tuple[Key, asyncio.Future]] = collections.deque()
-    self._homes: dict[tuple[int, int], Member] = {}
+    self._places = Places(self._members, config.in_flight)
     self._running: dict[Key, _Running] = {}
     self._publication: Publication | None = None
     self._numbers: collections.OrderedDict[str, int] = collections.OrderedDict()
     self._outage_since: float | None = None
     self._fatal: SamplerError | None = None
-    self._updating = False
+    self._released = False
     self._watch: asyncio.Task | None = None
     self.context = 0
     self.stats = collections.Counter()
@@ -59,7 +58,7 @@ class Fleet:
     """Waits for every server; raises SamplerError for one that does not answer within start_s."""
     deadline = time.monotonic() + self.config.start_s
     await asyncio.gather(*(self._greet(member, deadline) for member in self._members))
-    self._watch = asyncio.create_task(self._watch_over())
+    self._watch = self._background(self._watch_over())
 
   async def _greet(self, member: Member, deadline: float) -> None:
     while True:
@@ -94,7 +93,7 @@ class Fleet:
     try:
       errors = []
       for attempt in range(self.config.retries + 1):
-        found = await self._attempt(request, sampling, running, errors)
+        found = None if running.aborted else await self._attempt(request, sampling, running, errors)
         if found is not None:
           return found
         if running.aborted:
@@ -107,8 +106,13 @@ class Fleet:
       del self._running[request.key]
 
   async def _attempt(self, request, sampling, running: _Running, errors: list) -> wire.Generation | None:
-    member = await self._place(request.key, running)
-    if member is None:
+    if self._fatal:
+      raise self._fatal
+    running.place = self._places.ask(request.key)
+    member = await running.place
+    if running.aborted:
+      if member:
+        self._places.give_back(member)
       return None
     running.rid, running.member = f"{self.run}-{next(self._rids)}", member
     oldest = self._publication.number
@@ -130,8 +134,7 @@ class Fleet:
       return None
     finally:
       running.member = None
-      member.in_flight -= 1
-      self._dispatch()
+      self._places.give_back(member)
 
   async def _ask(self, member: Member, body: dict[str, Any]) -> Any:
     """The server's answer, or Lost as soon as the server is known to be."""
@@ -169,43 +172,6 @@ class Fleet:
     calls = [running.member.server.abort(running.rid) for running in chosen if running.member]
     await asyncio.gather(*calls, return_exceptions=True)
 
-  ###  Places  ###
-
-  async def _place(self, key: Key, running: _Running) -> Member | None:
-    """A server with room, oldest waiter first; None where the generation was aborted meanwhile."""
-    if self._fatal:
-      raise self._fatal
-    if running.aborted:
-      return None
-    running.place = asyncio.get_running_loop().create_future()
-    self._waiting.append((key, running.place))
-    self._dispatch()
-    return await running.place
-
-  def _dispatch(self) -> None:
-    while self._waiting and not self._updating:
-      key, place = self._waiting[0]
-      if place.done():
-        self._waiting.popleft()
-        continue
-      member = self._choose(key)
-      if member is None:
-        return
-      self._waiting.popleft()
-      member.in_flight += 1
-      place.set_result(member)
-
-  def _choose(self, key: Key) -> Member | None:
-    """The server that holds the question's prefix, unless it lags behind; else the one with the least to do."""
-    free = [member for member in self._members if member.usable and member.in_flight < self.config.in_flight]
-    if not free:
-      return None
-    least = min(free, key=lambda member: member.in_flight)
-    home = self._homes.get(key[:2])
-    if home not in free or home.in_flight > 2 * least.in_flight + 4:
-      home = self._homes[key[:2]] = least
-    return home
-
   ###  Loss and return  ###
 
   def _lose(self, member: Member, error: Exception) -> None:
@@ -221,11 +187,13 @@ class Fleet:
     if self._outage_since is None and not self.usable:
       self._outage_since = time.monotonic()
     if member.recovery is None or member.recovery.done():
-      member.recovery = asyncio.create_task(self._recover(member))
+      member.recovery = self._background(self._recover(member))
 
   async def _recover(self, member: Member) -> None:
     while not member.usable and not self._fatal:
       await asyncio.sleep(self.config.health_every_s)
+      if self._released:
+        continue  # the trainer has its memory now
       try:
         found = await member.server.weight_version(self.config.health_s)
         await member.server.abort()  # what it still does, nobody waits for
@@ -243,31 +211,38 @@ class Fleet:
     member.usable, member.failures, member.reason = True, 0, None
     member.lost = asyncio.get_running_loop().create_future()
     self._outage_since = None
-    self._dispatch()
+    self._places.dispatch()
 
   def _stop(self, error: SamplerError) -> None:
     """Ends every generation with one error, now and from now on."""
     self._fatal = self._fatal or error
-    for _, place in self._waiting:
-      if not place.done():
-        place.set_exception(self._fatal)
-    self._waiting.clear()
+    self._places.fail(self._fatal)
+
+  def _background(self, work: Coroutine) -> asyncio.Task:
+    """A task whose unforeseen end stops the run, since nobody else would ever hear of it."""
+    def ended(task):
+      if not task.cancelled() and task.exception():
+        self._stop(SamplerError(f"the watch over the SGLang servers broke: {task.exception()!r}"))
+
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(ended)
+    return task
 
   async def _watch_over(self) -> None:
     """Finds servers that hang or hold other weights, and outages that last too long."""
     while not self._fatal:
       await asyncio.sleep(self.config.health_every_s)
-      if not self._updating:
+      if not self._places.closed:
         await asyncio.gather(*(self._look_at(member) for member in self._members if member.usable and member.in_flight))
       since = self._outage_since
-      if since is not None and self._waiting and time.monotonic() - since > self.config.outage_s:
+      if since is not None and self._places.waiting and time.monotonic() - since > self.config.outage_s:
         self._stop(self._outage())
 
   async def _look_at(self, member: Member) -> None:
     try:
       await self._check_version(member)
     except (Lost, Stale, Refused) as error:
-      if not self._updating:
+      if not self._places.closed:
         self._lose(member, error)
     except Busy:
       pass
@@ -292,6 +267,9 @@ class Fleet:
     """
     if self._fatal:
       raise self._fatal
+    if self._released:
+      self._released = False
+      await self._each_usable("/resume_memory_occupation")
     members = [member for member in self._members if member.usable or self._publication is None]
     away = [member for member in self._members if member not in members]
     self._adopt(publication, away)
@@ -305,23 +283,23 @@ class Fleet:
       self._stop(error)
       raise
     finally:
-      self._updating = False
+      self._places.closed = False
     proven = iter(proven)
     errors = [error or next(proven) for error in errors]
     for member, error in zip(members, errors):
       self._settle(member, error)
     for member in away:
       self._watch_for(member)
-    self._dispatch()
+    self._places.dispatch()
     await self._until_usable([error for error in errors if error])
 
   def _adopt(self, publication: Publication, away: list[Member]) -> None:
     """From now on these are the weights; no generation starts, and no server recovers, while they are given."""
-    self._updating, self._publication = True, publication
+    self._places.closed, self._publication = True, publication
     self._numbers[publication.version] = publication.number
     while len(self._numbers) > 8:
       self._numbers.popitem(last=False)
-    self._homes.clear()
+    self._places.forget_homes()
     for member in away:
       if member.recovery:
         member.recovery.cancel()
@@ -349,3 +327,16 @@ class Fleet:
 
   async def _prove(self, member: Member) -> None:
     self.stats["probe_gap"] = await prove(member, self._publication, self.config, f"{self.run}-probe-{next(self._rids)}")
+
+  async def release(self) -> None:
+    """Usable servers give back the memory of weights and cache, until the next update."""
+    self._released = True
+    await self._each_usable("/release_memory_occupation")
+
+  async def _each_usable(self, route: str) -> None:
+    members = [member for member in self._members if member.usable]
+    calls = (quietly(member.server.call(route, {"tags": ["kv_cache", "weights"]}, timeout=self.config.update_s))
+             for member in members)
+    for member, error in zip(members, await asyncio.gather(*calls)):
+      if error:
+        self._lose(member, error)

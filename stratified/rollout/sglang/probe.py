@@ -26,15 +26,16 @@ def trainer_log_probs(config: decoder.DecoderConfig, params, token_ids, mesh=Non
   rows = math.prod(mesh.shape[axis] for axis in ("data", "fsdp")) if mesh else 1
   token_rt = np.tile(np.asarray(token_ids, np.int32), (rows, 1))
   if mesh is None:
-    return tuple(np.asarray(_log_probs(config, params, token_rt), np.float64)[0, 1:].tolist())
+    return tuple(np.asarray(row_log_probs(config, params, token_rt), np.float64)[0, 1:].tolist())
   with jax.set_mesh(mesh):
     found = jax.device_put(token_rt, jax.sharding.NamedSharding(mesh, jax.P(("data", "fsdp"), None)))
-    whole = jax.sharding.reshard(_log_probs(config, params, found), jax.P(None, None))
+    whole = jax.sharding.reshard(row_log_probs(config, params, found), jax.P(None, None))
     return tuple(np.asarray(whole.addressable_shards[0].data, np.float64)[0, 1:].tolist())
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _log_probs(config, params, token_rt):
+def row_log_probs(config, params, token_rt):
+  """Log-probs [R, T] of each row's tokens but its first, at temperature 1; a row is one segment from its start."""
   position_rt = jnp.broadcast_to(jnp.arange(token_rt.shape[1], dtype=jnp.int32), token_rt.shape)
   x = decoder.hidden(config, params, token_rt, position_rt, jnp.ones_like(token_rt))
   return log_probs.token_log_probs(config, params, x, token_rt)[0]
