@@ -4,7 +4,8 @@
 
 Tokens of a generation count up from the last id of the context; the log-prob of a token is `log_prob(id, version)`,
 so that whoever knows the version knows it. POST /script {"fault": NAME, "count": N, "routes": [...]} makes the next N
-calls of these routes (/generate where not given) go wrong; GET /script tells what was seen.
+calls of these routes (/generate where not given) go wrong: an HTTP status, garbage, truncated, hang, no-version, or for
+/generate nan, none, short, foreign, abort. GET /script tells what was seen.
 """
 
 import http.server
@@ -14,7 +15,6 @@ import threading
 import time
 
 VOCAB = 1000
-FAULTS = ("500", "503", "400", "garbage", "truncated", "nan", "none", "short", "foreign", "abort", "hang", "no-version")
 
 
 def log_prob(token: int, version: str) -> float:

@@ -284,8 +284,8 @@ def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_pat
   (found,) = table["paired"].values()
   assert found["average"]["difference"] == 0 and found["average"]["count"] == 48
 
-  other = call(tmp_path / "b", *more, **{"rollout.max_turns": 1})
-  assert other.returncode == 1 and "rollout.max_turns was 3 and is 1" in other.stderr and "--name" in other.stderr
+  other = call(tmp_path / "b", *more, **{"rollout.topk": 2})
+  assert other.returncode == 1 and "rollout.topk was 1 and is 2" in other.stderr and "--name" in other.stderr
 
 
 def test_flags_that_cannot_be_are_refused_before_any_work(tmp_path):

@@ -84,7 +84,10 @@ MAY_IMPORT = {
     "theory": ["advantages"],
     "losses": [],
     "sharding": [],
-    "optimizer": [],
+    "optimizer": ["sharding"],
+    "hlo": [],
+    "costs": ["policy"],
+    "processes": ["types"],
     "progress": [],
     "policy": ["policy", "sharding"],
     "encoder": ["encoder_weights", "sharding"],
@@ -106,7 +109,11 @@ MAY_IMPORT = {
     "rollout.method_prompts": [],
     "rollout.chat": [],
     "rollout.sampler": [],
-    "rollout.jax_sampler": ["rollout.sampler", "policy"],
+    "rollout.jax_sampler": ["rollout.sampler", "rollout.lane_programs", "policy", "sharding"],
+    "rollout.lane_programs": ["policy"],
+    "rollout.tool_calls": ["rollout", "retrieval.corpus"],
+    "rollout.sglang_sampler": ["rollout"],
+    "rollout.sglang": ["rollout", "policy"],
 }
 
 

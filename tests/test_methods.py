@@ -12,7 +12,7 @@ import pytest
 
 from stratified import batching, rewards, strata
 from stratified.retrieval.corpus import Passage, RetrieverError
-from stratified.rollout import agent, methods, tags
+from stratified.rollout import agent, loop as methods_loop, methods, tags
 from stratified.rollout.limits import Limits
 from stratified.types import Question
 import test_loop
@@ -356,3 +356,34 @@ def test_every_wording_asks_the_question_and_shows_what_an_answer_is(name):
   assert "Who discovered it?" in text and "<answer>" in text and "{" not in text
   assert len(protocol.parts("x")) == (2 if name.startswith(("rag", "ircot")) else 1)
   assert isinstance(protocol, tags.SearchTags)
+
+
+# ---------------------------------------------------------------- the real sampler
+
+
+def test_condensing_leaves_the_draws_of_the_rollouts_as_they_are():
+  jax_sampler = pytest.importorskip("stratified.rollout.jax_sampler")
+  from small_rollouts import OneCharacterEach, decoder_config, parameters
+  config, tokenizer = decoder_config(vocab_size=257), OneCharacterEach()
+  template = "Q: {question}\n"
+  plain = tags.SearchTags(template=template, before="", after="", corrective="No.")
+  condensed = dataclasses.replace(plain, rollout=methods.functools.partial(
+      methods.search_and_condense, digest=methods.Digest("{query}: {passages} ->")))
+  limits = Limits(max_turns=1, max_turn_tokens=8, max_observation_tokens=60, max_tokens=200, topk=1, answer_tokens=8,
+                  forced_searches=1)
+
+  class Everything:
+    def search(self, queries, topk):
+      return [[Passage("1", "T", "x")] for _ in queries]
+
+  def rollouts(protocol):  # six rollouts on four lanes: they give way to each other's summaries
+    sampler = jax_sampler.JaxSampler(config, jax_sampler.SamplerConfig(lanes=4, length=200, block=4, rows=2), tokenizer)
+    sampler.load(parameters(config), 0)
+    return methods_loop.collect([QUESTION, Question("q1", "Who?", ("x",))], sampler=sampler, retriever=Everything(),
+                                tokenizer=tokenizer, protocol=protocol, limits=limits, samples_per_question=3, step=4)
+
+  first = lambda groups: [[t.segments[2].token_ids for t in group] for group in groups]
+  searched, with_digests = rollouts(plain), rollouts(condensed)
+  assert first(searched) == first(with_digests)
+  digests = {t.segments[-3].token_ids for group in with_digests for t in group}
+  assert len(digests) == 6 and all(t.side_tokens == 8 and t.fault is None for group in with_digests for t in group)

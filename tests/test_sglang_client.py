@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import pickle
 import signal
@@ -136,7 +135,8 @@ def test_a_request_asks_for_output_log_probs_alone_and_carries_no_seed():
   body = wire.generate_body(REQUEST, Sampling(0.7, 0.9), EOS, "r1")
   params = body["sampling_params"]
   assert body["input_ids"] == [10, 11, 12] and body["return_logprob"] and body["logprob_start_len"] == -1
-  assert (params["temperature"], params["top_p"], params["stop"], params["stop_token_ids"]) == (0.7, 0.9, ["</search>"], [EOS])
+  assert (params["temperature"], params["top_p"]) == (0.7, 0.9)
+  assert (params["stop"], params["stop_token_ids"]) == (["</search>"], [EOS])
   assert "sampling_seed" not in json.dumps(body) and "n" not in params
 
 
@@ -378,6 +378,14 @@ def test_a_server_that_only_answers_garbage_is_left_out_and_its_work_done_elsewh
     assert fleet.usable == [servers[1].url] and fleet.stats["lost"] == 1
     servers[0].script(count=0)
     until(lambda: len(fleet.usable) == 2)
+
+
+def test_a_server_that_forgets_its_version_is_left_out(start):
+  servers = start(2, second=0.01)
+  with sampler(servers) as (found, fleet):
+    servers[0].script(fault="no-version", count=10**6, routes=["/model_info"])
+    check(found.generate(requests(40, tokens=20)), tokens=20)
+    assert fleet.usable == [servers[1].url]
 
 
 def test_a_killed_server_s_generations_run_elsewhere(start):
@@ -637,3 +645,33 @@ def test_closing_ends_what_runs(start):
     found.submit(requests(1, tokens=400)[0])
     time.sleep(0.1)
   assert threading.active_count() <= before and not fleet._thread.is_alive()
+
+
+###  A config's part  ###
+
+def config(**changes):
+  import ml_collections
+  sampler_ = dict(urls="http://127.0.0.1:1, http://127.0.0.1:2", sync="disk", directory="", in_flight=8, timeout_s=60.0,
+                  retries=1, start_s=1.0, outage_s=1.0, health_s=1.0, update_s=1.0, probe_tolerance=0.0, helper_python=sys.executable,
+                  group_backend="gloo", group_address="127.0.0.1")
+  return ml_collections.ConfigDict({"sampler": sampler_ | changes, "policy": {"dtype": "bfloat16"}})
+
+
+def test_a_config_names_its_servers_and_the_tolerance_follows_the_dtype():
+  from experiments import servers
+  fleet, publish = servers.settings(config())
+  assert fleet.urls == ("http://127.0.0.1:1", "http://127.0.0.1:2") and fleet.probe_tolerance == 0.1
+  assert publish.dtype == "bfloat16"
+  assert servers.settings(config(probe_tolerance=0.5))[0].probe_tolerance == 0.5
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(urls=""), "sampler.urls is empty"),
+    (dict(sync="magic"), "sampler.sync='magic' is unknown; choose one of disk, tensor, group"),
+    (dict(timeout_s=-1.0), "sampler.timeout_s=-1"),
+    (dict(sync="group", helper_python="/nowhere/python"), "make sglang"),
+])
+def test_a_config_that_cannot_run_is_refused_in_one_sentence(change, says):
+  from experiments import servers
+  with pytest.raises(ValueError, match=says):
+    servers.settings(config(**change))

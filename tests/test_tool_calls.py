@@ -250,8 +250,8 @@ def test_a_forced_opening_and_closing_make_a_call():
 
 @settings(max_examples=200, deadline=None)
 @given(strategies.lists(strategies.sampled_from(
-    ["<tool_call>", "</tool_call>", "<answer>", "</answer>", '{"name": "search", "arguments": {"query_list": ["a"]}}', "\\", '"',
-     "\ud800", "<", "x", "\x00", "{", "}"]), max_size=12))
+    ["<tool_call>", "</tool_call>", "<answer>", "</answer>", '{"name": "search", "arguments": {"query_list": ["a"]}}',
+     "\\", '"', "\ud800", "<", "x", "\x00", "{", "}"]), max_size=12))
 def test_any_text_is_some_action(pieces):
   action = PROTOCOL.parse("".join(pieces))
   assert (action.kind == "search") == bool(action.queries)

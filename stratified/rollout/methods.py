@@ -173,8 +173,7 @@ def _digest_context(digest: Digest, agent: Agent, queries, whole: Information, l
     texts[name] = re.sub("[\ue001\ue002]", "", texts[name])  # the two marks, at which the rendered text is cut
   message = re.sub(r"\{(question|query|passages|reasoning)\}", lambda match: texts[match[1]], digest.template)
   pieces = re.split("([\ue001\ue002])", render(message) if render else message)
-  encoded = {piece: setting.encode(piece) for piece in pieces}
-  encoded["\ue001"] = encoded["\ue002"] = ()
+  encoded = {piece: () if piece in ("\ue001", "\ue002") else setting.encode(piece) for piece in pieces}
   room = limit - sum(len(encoded[piece]) for piece in pieces)
   if "\ue002" in pieces:
     said = [token for segment in agent.segments if segment.origin == "policy" for token in segment.token_ids]

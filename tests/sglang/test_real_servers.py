@@ -130,12 +130,16 @@ def test_greedy_rollouts_with_searches_are_the_same_through_both_samplers(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_what_the_server_was_fed_is_what_is_trained_on(real_servers, connect, model, tokenizer, params_of, world, monkeypatch,
-                                                       temperature):
+def test_what_the_server_was_fed_is_what_is_trained_on(
+    real_servers, connect, model, tokenizer, params_of, world, monkeypatch, temperature):
   questions, retriever = world
-  sent = collections.defaultdict(list)
-  build = wire.generate_body
-  monkeypatch.setattr(wire, "generate_body", lambda request, *rest: sent[request.key].append(body := build(request, *rest)) or body)
+  sent, build = collections.defaultdict(list), wire.generate_body
+
+  def recorded(request, *rest):
+    sent[request.key].append(build(request, *rest))
+    return sent[request.key][-1]
+
+  monkeypatch.setattr(wire, "generate_body", recorded)
   with connect(real_servers) as servers:
     sampler = SglangSampler(servers, Sampling(temperature))
     sampler.load(params_of(0), 7)
