@@ -2,6 +2,9 @@
 # make train   the same, then trains the tiny preset to its report, or goes on where it stopped
 # make test    the same with requirements-test.txt, then runs the tests
 # make smollm2 fetches SmolLM2-135M-Instruct for the preset of that name and for its tests
+# make minilm  fetches all-MiniLM-L6-v2, a small text encoder for dense retrieval, and for its tests
+# make sglang  builds .venv-sglang, SGLang's own environment without a GPU, and starts a server of a small random model
+# make test-sglang  the same environment, then the tests against real servers
 #
 # make train CONFIG=configs/search_r1.py:smollm2 WORKDIR=runs/smollm2 ARGS=--config.seed=1
 # make test ARGS="-k strata"        make setup PYTHON=/usr/local/bin/python3.12 REQUIREMENTS=requirements-gpu.txt
@@ -19,7 +22,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 DONE = .venv/installed-$(REQUIREMENTS)
 TEST_DONE = .venv/installed-requirements-test.txt
 
-.PHONY: setup train test smollm2
+.PHONY: setup train test smollm2 minilm sglang test-sglang
 .DELETE_ON_ERROR:
 
 setup: $(DONE)
@@ -33,6 +36,18 @@ test: $(TEST_DONE)
 smollm2: $(DONE)
 	$(PIP) install --quiet "$$(grep '^gguf' requirements-test.txt)"
 	.venv/bin/python third_party/smollm2/fetch.py
+
+minilm: $(DONE)
+	.venv/bin/python third_party/minilm/fetch.py
+
+sglang: $(DONE)
+	third_party/sglang/setup.sh cpu
+	.venv/bin/python third_party/sglang/small_checkpoint.py .cache/models/small
+	third_party/sglang/launch.sh .cache/models/small --cpu
+
+test-sglang: $(TEST_DONE)
+	third_party/sglang/setup.sh cpu
+	.venv/bin/python -m pytest tests/sglang $(ARGS)
 
 .venv/installed-%: % requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 was not found; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }

@@ -39,7 +39,7 @@ def adapter(config) -> lora.LoraConfig | None:
   return lora.LoraConfig(c.rank, c.alpha, tuple(c.targets.split(","))) if c.rank else None
 
 
-def initial_params(config, model: decoder.DecoderConfig, mesh, *, dtype: str = "float32"):
+def initial_params(config, model: decoder.DecoderConfig, mesh, *, dtype: str | dict[str, str] = "float32"):
   if config.policy.checkpoint:
     axes = decoder.logical_axes(model)
     return hugging_face.load_params(config.policy.checkpoint, model, dtype=dtype,

@@ -104,6 +104,9 @@ def _check_adapter(config, model):
   if adapter is None:
     return
   lora.weights(model, adapter)
+  if config.memory.reference == "host":
+    raise ValueError(f"memory.reference='host' must be 'device' with lora.rank={adapter.rank}: the reference is the frozen "
+                     "weights, which every pass computes with")
   if config.optimizer.name == "muon":
     raise ValueError("optimizer.name='muon' makes every singular value of an update alike, which the two thin factors of "
                      f"lora.rank={adapter.rank} have no use for; train adapters with --config.optimizer.name=adamw")

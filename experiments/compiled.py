@@ -59,7 +59,8 @@ def state_of(plan: Plan):
   if adapter:  # a checkpoint holds only a fingerprint of the frozen weights
     frozen = update.abstract_state(plan.mesh, plan.model, build.optimizer(config), with_reference=False).params
     state = state._replace(reference={
-        name: jax.ShapeDtypeStruct(x.shape, plan.model.dtype, sharding=x.sharding) for name, x in frozen.items()})
+        name: jax.ShapeDtypeStruct(x.shape, decoder.seen_dtype(plan.model, name), sharding=x.sharding)
+        for name, x in frozen.items()})
   return state
 
 

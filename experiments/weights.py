@@ -31,14 +31,16 @@ class Weights:
     return build.adapter(self.config)
 
   @property
-  def start_dtype(self) -> str:
-    """Of the weights that training starts from: masters are float32, frozen ones are only ever computed with."""
-    return self.model.dtype if self.adapter else "float32"
+  def start_dtype(self) -> str | dict[str, str]:
+    """Of the weights that training starts from: masters are float32, frozen ones are as a forward pass reads them."""
+    if not self.adapter:
+      return "float32"
+    return {name: decoder.seen_dtype(self.model, name) for name in decoder.weights(self.model)}
 
   def begin(self, params) -> TrainState:
     """The state at step 0; it takes `params` over."""
     if self.adapter:
-      params = jax.tree.map(lambda x: x.astype(self.start_dtype), params)
+      params = {name: value.astype(self.start_dtype[name]) for name, value in params.items()}
     return update.init_state(self.mesh, self.model, params, self.optimizer, with_reference=True, adapter=self.adapter,
                              seed=self.config.seed, host=build.host_parts(self.config))
 
@@ -98,7 +100,7 @@ class Weights:
     else:
       params = build.initial_params(c, self.model, self.mesh, dtype=self.start_dtype)
     axes = decoder.logical_axes(self.model)
-    params = {name: jax.device_put(value.astype(self.start_dtype), sharding.named(self.mesh, axes[name]))
+    params = {name: sharding.put(value.astype(self.start_dtype[name]), sharding.named(self.mesh, axes[name]))
               for name, value in params.items()}
     lora.check_fingerprint(params, fingerprint, source)
     return params

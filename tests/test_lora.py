@@ -102,8 +102,11 @@ def test_frozen_weights_in_bfloat16_take_float32_adapters():
   found, merged = (hidden(params, *packed(config)) for params in (
       joined, lora.merge(config, LORA, frozen, adapters)))
   assert found.dtype == jnp.bfloat16 and lora.merge(config, LORA, frozen, adapters)["q"].dtype == jnp.bfloat16
-  # bfloat16 has 8 bits: a few roundings of 2^-8 in values of about 1.
-  np.testing.assert_allclose(np.float32(found), np.float32(merged), atol=0.15)
+  wide = {name: np.float32(value) for name, value in frozen.items()}
+  exact = jax.jit(functools.partial(decoder.hidden, CONFIG))(lora.join(LORA, wide, adapters), *packed(CONFIG))
+  error = lambda x: np.sqrt(np.mean(np.square(np.float32(x) - exact)))
+  # Thin products round no worse than merged weights do: about 2^-8 of values near 1, over two layers.
+  assert 1e-3 < error(found) < 0.05 and error(found) < 1.5 * error(merged)
 
 
 # --- Gradients ---

@@ -385,5 +385,5 @@ def test_condensing_leaves_the_draws_of_the_rollouts_as_they_are():
   first = lambda groups: [[t.segments[2].token_ids for t in group] for group in groups]
   searched, with_digests = rollouts(plain), rollouts(condensed)
   assert first(searched) == first(with_digests)
-  digests = {t.segments[-3].token_ids for group in with_digests for t in group}
+  digests = {t.segments[4].token_ids for group in with_digests for t in group}
   assert len(digests) == 6 and all(t.side_tokens == 8 and t.fault is None for group in with_digests for t in group)

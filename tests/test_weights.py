@@ -108,6 +108,7 @@ def test_its_export_is_the_policy_that_it_evaluated(whole, tmp_path):
     ({"lora.rank": 4, "lora.alpha": 0.0, "optimizer.name": "adamw"}, r"lora\.alpha=0\.0 must be above 0"),
     ({"lora.rank": 4, "lora.targets": "q,lm_head", "optimizer.name": "adamw"}, r"lora\.targets='q,lm_head' must name"),
     ({"lora.rank": 8, "optimizer.name": "adamw"}, r"lora\.rank=8 must be below 8, the rank of k"),
+    ({"lora.rank": 4, "memory.reference": "host", "optimizer.name": "adamw"}, r"memory\.reference='host' must be 'device'"),
     ({"lora.rank": 4}, r"optimizer\.name='muon' .* --config\.optimizer\.name=adamw"),
 ], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
 def test_adapters_that_can_not_be_trained_are_refused_in_words(changes, sentence):

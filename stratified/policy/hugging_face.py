@@ -65,7 +65,8 @@ def load_params(directory: Path, config: decoder.DecoderConfig, *, dtype=None,
                 sharding_of: Callable[[str], jax.sharding.Sharding | None] | None = None) -> decoder.Params:
   """The weights as `decoder.weights(config)` names and shapes them.
 
-  dtype: of the result; None keeps the directory's (a stack whose layers differ takes the wider).
+  dtype: of the result, of all or by the decoder's name; None keeps the directory's (a stack whose layers differ takes
+    the wider).
   sharding_of: the sharding to put each named weight on; None is the default device.
   Only what this process's devices hold of a weight is read, one device's part after the other: on the host there is
   never more than one such part beside the result.
@@ -80,7 +81,8 @@ def load_params(directory: Path, config: decoder.DecoderConfig, *, dtype=None,
     params = {}
     for name, weight in decoder.weights(config).items():
       sharding = sharding_of(name) if sharding_of else None
-      params[name] = _placed(functools.partial(_read, files, name, weight, dtype), weight.shape, sharding)
+      kind = dtype[name] if isinstance(dtype, Mapping) else dtype
+      params[name] = _placed(functools.partial(_read, files, name, weight, kind), weight.shape, sharding)
     return params
 
 
