@@ -14,6 +14,7 @@ have no neighbours worth finding, so they say nothing of recall; they are the ha
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import resource
@@ -25,6 +26,7 @@ import time
 import numpy as np
 
 from stratified.retrieval import memory
+from stratified.retrieval.embeddings import unit
 from stratified.retrieval.memory import IndexConfig
 
 TOPK = 3
@@ -38,8 +40,7 @@ def gold_questions(folder: pathlib.Path) -> dict[str, list[tuple[str, list[str]]
   found = {}
   for path in sorted(folder.glob("*.jsonl")):
     records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    asked = [(r["question"], r["evidence_ids"])
-             for r in records
+    asked = [(r["question"], r["evidence_ids"]) for r in records
              if r.get("evidence") == "gold" and r.get("evidence_ids")]
     if asked:
       found[path.stem] = asked
@@ -85,18 +86,15 @@ def retrievers(a):
     found[kind] = open_dense(a.indexes / kind, encoder, passages=store)
     if found[kind].manifest["index"]["kind"] == "ivf_pq" and found[kind].manifest["index"]["rerank"]:
       found[f"{kind}, codes alone"] = open_dense(a.indexes / kind, encoder, passages=store, rerank=0)
-  return found | {
-      f"hybrid, depth {depth}": Hybrid([bm25, found[a.kinds[0]]], depth=depth) for depth in a.depths
-  }
+  first = found[a.kinds[0]]
+  return found | {f"hybrid, depth {depth}": Hybrid([bm25, first], depth=depth) for depth in a.depths}
 
 
 def measure_recall(a) -> None:
   questions = gold_questions(a.questions)
-  print(
-      f"questions with gold passages: {', '.join(f'{name} {len(asked):,}' for name, asked in questions.items())}"
-  )
-  print(f"| recall@{TOPK} x 100 | {' | '.join(questions)} | mean | of {a.kinds[0]} | ms a query |")
-  print("|---" * (len(questions) + 4) + "|")
+  header = [f"recall@{TOPK} x 100", *(f"{name} ({len(asked):,})" for name, asked in questions.items()), "mean",
+            f"of {a.kinds[0]}", "ms a query"]
+  print(table_row(header) + "\n" + table_row(["---"] * len(header)))
   rows = {}
   for name, retriever in retrievers(a).items():
     scores, seconds = {}, 0.0
@@ -112,7 +110,7 @@ def measure_recall(a) -> None:
   flat = rows[a.kinds[0]]["mean"]
   for name, row in rows.items():
     cells = [f"{100 * row[source]:.1f}" for source in (*questions, "mean")]
-    print(f"| {name} | {' | '.join(cells)} | {row['mean'] / flat:.3f} | {row['ms']:.2f} |", flush=True)
+    print(table_row([name, *cells, f"{row['mean'] / flat:.3f}", f"{row['ms']:.2f}"]), flush=True)
   if a.json:
     a.json.write_text(json.dumps(rows, indent=1))
 
@@ -121,18 +119,20 @@ def measure_recall(a) -> None:
 
 
 class RandomVectors:
-  """Unit vectors drawn as they are read: the same rows for the same seed, none of them kept."""
+  """Unit vectors drawn as they are read, none of them kept; `seconds` of processor time went into drawing."""
 
   def __init__(self, count: int, dimension: int):
-    self.count, self.dimension = count, dimension
+    self.count, self.dimension, self.seconds = count, dimension, 0.0
     self.manifest = {"encoder": {}, "corpus": {}, "count": count, "dimension": dimension}
 
   def __len__(self):
     return self.count
 
   def read(self, start, stop):
-    values = np.random.default_rng(start).standard_normal((stop - start, self.dimension), np.float32)
-    return values / np.linalg.norm(values, axis=1, keepdims=True)
+    begin = time.process_time()
+    values = unit(np.random.default_rng(start).standard_normal((stop - start, self.dimension), np.float32))
+    self.seconds += time.process_time() - begin
+    return values
 
   def take(self, rows):
     return self.read(int(rows[0]), int(rows[0]) + len(rows))
@@ -153,8 +153,9 @@ def build_one(a) -> dict:
   index = indexes.make(config, a.count, a.dimension)
   indexes.train(index, config, vectors)
   trained = time.process_time()
-  indexes._add(index, config, vectors, lambda: None, float("inf"))
-  added, peak = time.process_time(), peak_bytes() - before
+  drawn = vectors.seconds
+  indexes.add(index, config, vectors, lambda: None, float("inf"))
+  added, peak = time.process_time() - (vectors.seconds - drawn), peak_bytes() - before
   indexes.set_search(index, config.settled(a.count, a.dimension))
   queries = RandomVectors(a.queries, a.dimension).read(a.count + 1, a.count + 1 + a.queries)
   index.search(queries[:1], TOPK)
@@ -175,34 +176,36 @@ def build_one(a) -> dict:
               predicted_peak=memory.build_bytes(config, a.count, a.dimension))
 
 
+HEADER = ("index", "vectors", "fit", "add", "size (predicted)", "peak of building (predicted)", "one query",
+          "of 100 together")
+
+
 def measure_scale(a) -> None:
-  print(
-      "| index | vectors | train | add | size (predicted) | peak of building (predicted) | one query | of 100 together |"
-  )
-  print("|---|---|---|---|---|---|---|---|")
+  print(table_row(HEADER) + "\n" + table_row(["---"] * len(HEADER)), flush=True)
   rows = []
-  for count in a.counts:
-    for kind in a.kinds:
-      config = IndexConfig(kind, **a.settings)
-      try:
-        memory.require(config, count, a.dimension, memory.build_bytes(config, count, a.dimension), "building")
-      except MemoryError as error:
-        print(f"| {kind} | {count:,} | {error} |")
-        continue
-      command = [
-          sys.executable, __file__, "one", f"--kind={kind}", f"--count={count}", f"--dimension={a.dimension}",
-          f"--queries={a.queries}", f"--settings={json.dumps(a.settings)}"
-      ]
-      command += [f"--scratch={a.scratch}"] if a.scratch else []
-      done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-      rows.append(row := json.loads(done.stdout.splitlines()[-1]))
-      gb = memory.gigabytes
-      print(
-          f"| {kind} | {count:,} x {a.dimension} | {row['train_s']:.0f} s | {row['add_s']:.0f} s | {gb(row['size'])} "
-          f"({gb(row['predicted_size'])}) | {gb(row['peak'])} ({gb(row['predicted_peak'])}) | {1e3 * row['query_s']:.2f} ms "
-          f"| {1e3 * row['batched_s']:.2f} ms |", flush=True)
+  for count, kind in itertools.product(a.counts, a.kinds):
+    config = IndexConfig(kind, **a.settings)
+    try:
+      memory.require(config, count, a.dimension, memory.build_bytes(config, count, a.dimension), "building")
+    except MemoryError as error:
+      print(table_row([kind, f"{count:,}", str(error)]))
+      continue
+    command = [sys.executable, __file__, "one", f"--kind={kind}", f"--count={count}",
+               f"--dimension={a.dimension}", f"--queries={a.queries}", f"--settings={json.dumps(a.settings)}"]
+    command += [f"--scratch={a.scratch}"] if a.scratch else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    rows.append(row := json.loads(done.stdout.splitlines()[-1]))
+    size, peak = (f"{memory.gigabytes(row[what])} ({memory.gigabytes(row['predicted_' + what])})"
+                  for what in ("size", "peak"))
+    cells = [kind, f"{count:,} x {a.dimension}", f"{row['train_s']:.0f} s", f"{row['add_s']:.0f} s", size, peak]
+    cells += [f"{1e3 * row[name]:.2f} ms" for name in ("query_s", "batched_s")]
+    print(table_row(cells), flush=True)
   if a.json:
     a.json.write_text(json.dumps(rows, indent=1))
+
+
+def table_row(cells) -> str:
+  return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

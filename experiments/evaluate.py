@@ -49,6 +49,7 @@ def main(_) -> None:
     limits = worlds.limits(config, forced_searches=_FORCED.value)
     world, count = worlds.world(config), _QUESTIONS.value or config.eval.questions
     sets = evaluation.question_sets(config, world, _SETS.value, None if count < 0 else count)
+    evaluation.check_shared(sets, others)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   phases.enable_compilation_cache()
@@ -63,8 +64,8 @@ def main(_) -> None:
     config.rollout.temperature = temperature or config.rollout.temperature
     sampler = build.sampler(config, model, world.tokenizer, greedy=temperature == 0)
     sampler.load(params, evaluation.FIRST_STEP)
-    found = {name: evaluation.run(kept, name, questions, world=world, retriever=retriever, sampler=sampler, limits=limits,
-                                  samples=_SAMPLES.value, stop=stop)
+    found = {name: evaluation.run(kept, name, questions, world=world, retriever=retriever, sampler=sampler,
+                                  limits=limits, samples=_SAMPLES.value, stop=stop)
              for name, (questions, retriever) in sets.items()}
     write(workdir, kept.folder, step, evaluation.row(label, found), [
         (folder, evaluation.row(folder, _groups(theirs)), evaluation.paired(found, theirs))

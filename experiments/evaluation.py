@@ -20,9 +20,9 @@ Sets = dict[str, tuple[list[Question], Any]]  # name -> (questions, retriever)
 # Fields of a config that an answer depends on, by prefix, without those that only say where and how fast.
 _MATTER = ("seed", "data.", "policy.", "rollout.", "retriever.", "sampler.name", "sampler.dtype", "lora.")
 _INDIFFERENT = (
-    "data.questions_per_step", "data.split", "policy.remat", "policy.attention", "policy.unroll", "policy.logit_chunk",
-    "rollout.samples_per_question", "rollout.max_staleness", "rollout.temperature", "rollout.top_p", "retriever.timeout_s",
-    "retriever.retries", "retriever.give_up_s", "retriever.url", "retriever.cache", "retriever.queries_per_request",
+    "data.questions_per_step", "data.split", "policy.remat", "policy.attention", "policy.unroll",
+    "policy.logit_chunk", "rollout.samples_per_question", "rollout.max_staleness", "rollout.temperature",
+    "rollout.top_p", "retriever.timeout_s", "retriever.retries", "retriever.give_up_s", "retriever.url", "retriever.cache", "retriever.queries_per_request",
     "retriever.in_flight")
 
 
@@ -98,8 +98,8 @@ def fingerprint(paths: Sequence[pathlib.Path]) -> str:
   return digest.hexdigest()[:16]
 
 
-def run(kept: answers.Answers, name: str, questions: list[Question], *, world: worlds.World, retriever, sampler, limits,
-        samples: int, stop) -> list[list[dict]]:
+def run(kept: answers.Answers, name: str, questions: list[Question], *, world: worlds.World, retriever, sampler,
+        limits, samples: int, stop) -> list[list[dict]]:
   """[Q][K] rows of a set: those that are kept already, and the rest run now, each written as it ends.
 
   Raises Stopped where `stop` was asked, ValueError where a kept answer is to another question of the same id.
@@ -145,7 +145,16 @@ def row(label: str, sets: Mapping[str, list[list[dict]]]) -> dict[str, Any]:
   return {"label": label, "sets": scores, "average": average}
 
 
-def paired(ours: Mapping[str, list[list[dict]]], theirs: Mapping[str, Mapping[tuple[str, int], dict]]) -> dict[str, dict]:
+def check_shared(sets: Sets, others: Mapping[str, Mapping[str, Mapping[tuple[str, int], dict]]]) -> None:
+  """Refuses, before any work, to compare with an evaluation of other questions."""
+  asked = {(name, question.id) for name, (questions, _) in sets.items() for question in questions}
+  for folder, theirs in others.items():
+    if not asked & {(name, id) for name, rows in theirs.items() for id, _ in rows}:
+      raise ValueError(f"--compare={folder} holds no answer to any of these questions; evaluate the same --sets there")
+
+
+def paired(ours: Mapping[str, list[list[dict]]],
+           theirs: Mapping[str, Mapping[tuple[str, int], dict]]) -> dict[str, dict]:
   """{set: paired test of exact match on the questions that both answered}, and "average" over these sets.
 
   Raises ValueError where the two share no question, or one id names two questions.

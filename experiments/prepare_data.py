@@ -83,7 +83,8 @@ def prepare_all() -> str:
 
 def _inputs():
   """(train, test) as (set or None, path) pairs and the corpus's path, given or downloaded."""
-  train, test, corpus = _pairs(_TRAIN.value), _pairs(_TEST.value), _CORPUS.value and pathlib.Path(_CORPUS.value)
+  train, test = _pairs(_TRAIN.value, "train"), _pairs(_TEST.value, "test")
+  corpus = _CORPUS.value and pathlib.Path(_CORPUS.value)
   wanted = {"train", "test", "corpus"} if "all" in _DOWNLOAD.value else set(_DOWNLOAD.value)
   unknown = wanted - {"train", "test", "corpus"} - TEST_FILES.keys()
   if unknown:
@@ -97,16 +98,33 @@ def _inputs():
   return train, test, corpus
 
 
-def _pairs(values) -> list[tuple[str | None, pathlib.Path]]:
+def _pairs(values, split: str) -> list[tuple[str | None, pathlib.Path]]:
   pairs = []
   for value in values:
     name, equals, path = value.partition("=")
     name, path = (name, pathlib.Path(path)) if equals and "/" not in name else (None, pathlib.Path(value))
-    files = sorted(p for p in path.iterdir() if p.is_file() and formats.named(p)) if path.is_dir() else [path]
+    files = _files(path, split) if path.is_dir() else [path]
     if not files:
-      raise FileNotFoundError(f"{path}: no file in it is named after a question set; name one with SET=PATH")
+      raise FileNotFoundError(f"{path}: no file in it is named after a question set and holds {split} questions; "
+                              "name one with SET=PATH")
     pairs += [(name, file) for file in files]
   return pairs
+
+
+def _files(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
+  """The files of a folder that are named after a set; of several splits of it the one that the tables report."""
+  by_set = {}
+  for path in sorted(folder.iterdir()):
+    if path.is_file() and (source := formats.named(path)):
+      by_set.setdefault(source.name, {}).setdefault(source.split, []).append(path)
+  chosen = []
+  for name, splits in by_set.items():
+    if split == "train":
+      order = ["train", None]
+    else:
+      order = [TEST_FILES[name].rpartition("/")[2].removesuffix(".jsonl"), "test", "dev", None]
+    chosen += next((splits[one] for one in order if one in splits), [])
+  return chosen
 
 
 def _fetch(repository: str, path: str) -> pathlib.Path:
@@ -130,13 +148,15 @@ def _questions(pairs, split: str) -> dict[str, dict]:
   with Progress(None, f"{split} questions read") as progress:
     for name, path in pairs:
       source = formats.named(path)
-      own = "train" if split == "train" else source.split if source and source.split in ("dev", "test") else "test"
-      sets = set()
+      own, sets = source.split if source and source.split else split, set()
       for record in formats.read(path, name=name, split=own):
         progress.update()
         if (record["split"] == "train") == (split == "train"):
           found.setdefault(record["data_source"], {"records": [], "sources": []})["records"].append(record)
           sets.add(record["data_source"])
+      if not sets:
+        raise ValueError(f"{path} holds no {split} questions by its name or by its records' split; give it with "
+                         f"--{'test' if split == 'train' else 'train'}, or copy it under another name")
       for one in sets:
         found[one]["sources"].append(_source(path))
   return found
@@ -154,7 +174,8 @@ def _write(manifest: dict, out: pathlib.Path, path: str, name: str, found: dict,
   if pathlib.PurePosixPath(name).name != name or name.startswith("."):
     raise ValueError(f"the question set {name!r} can't name a file; name it with SET=PATH")
   if not records:
-    raise ValueError(f"no question of {name} is left to write to {path}: all of its training questions stand in a benchmark")
+    raise ValueError(f"no question of {name} is left to write to {path}: all of its training questions stand in a "
+                     "benchmark")
   splits = sorted({record["split"] for record in records})
   manifest["files"][path] = prepare.write_questions(out / path, records) | {
       "set": name, "splits": splits, "licence": prepare.licence(name), "sources": found["sources"]}
@@ -197,7 +218,8 @@ def _told(manifest: dict, report: duplicates.Report, out: pathlib.Path) -> str:
   lines += ["", f"in {out}; hashes and sources in {out / 'manifest.json'}"]
   for pair, count in report.across.items():
     left = "left out" if _REMOVE.value else "kept; --remove_duplicates leaves them out"
-    lines.append(f"{pair}: {count:,} training question{'s' * (count != 1)} stand{'s' * (count == 1)} in the benchmark ({left})")
+    number = f"{count:,} training question{'s' * (count != 1)} stand{'s' * (count == 1)}"
+    lines.append(f"{pair}: {number} in the benchmark ({left})")
   lines += [f"{pair}: {count:,} in both training sets" for pair, count in report.between.items()]
   lines += [f"{name}: {count:,} repeated within the set (kept)" for name, count in report.within.items()]
   return "\n".join(lines)

@@ -18,7 +18,8 @@ from stratified import evaluate, metrics
 from stratified.types import Trajectory
 
 Row = dict[str, Any]
-_NEEDED = {"id", "sample", "question", "golden_answers", "exact_match", "f1", "searches", "invalid", "tokens", "hops", "fault"}
+_NEEDED = {"id", "sample", "question", "golden_answers", "exact_match", "f1", "searches", "invalid", "tokens",
+           "hops", "fault"}
 
 
 def record(trajectory: Trajectory) -> Row:
@@ -28,8 +29,8 @@ def record(trajectory: Trajectory) -> Row:
       "id": question.id, "sample": trajectory.sample, "question": question.text,
       "golden_answers": list(question.golden_answers), "answer": trajectory.answer, "stop": trajectory.stop,
       **evaluate.score(trajectory),
-      "turns": [{"action": turn.action, "text": turn.text,
-                 "searches": [{"query": search.query, "passage_ids": list(search.passage_ids)} for search in turn.searches]}
+      "turns": [{"action": turn.action, "text": turn.text, "searches": [
+          {"query": search.query, "passage_ids": list(search.passage_ids)} for search in turn.searches]}
                 for turn in trajectory.turns],
   }
 

@@ -61,8 +61,8 @@ def details(row: Row) -> str:
 
 def comparison(label: str, other: str, results: Mapping[str, Mapping[str, float]]) -> str:
   """Markdown of paired tests, {set or "average": what `statistics.paired_difference` returned}."""
-  lines = [f"| {_cell(label)} - {_cell(other)} | questions | difference x 100 | 95 % | only the first | only the second "
-           "| McNemar p | permutation p |", "|---" * 8 + "|"]
+  lines = [f"| {_cell(label)} - {_cell(other)} | questions | difference x 100 | 95 % | only the first "
+           "| only the second | McNemar p | permutation p |", "|---" * 8 + "|"]
   for name, found in results.items():
     p = lambda key: "-" if key not in found else f"{found[key]:.4f}" if found[key] >= 1e-4 else f"{found[key]:.1e}"
     lines.append(

@@ -122,6 +122,10 @@ def test_paired_runs_over_the_questions_that_both_answered(tmp_path):
   assert "average" not in found
   with pytest.raises(ValueError, match="no answered question in common"):
     evaluation.paired({"nq": ours}, {"popqa": {}})
+  asked = {"nq": (questions(2), None)}
+  evaluation.check_shared(asked, {"other": {"nq": {("nq_1", 0): {}}}})
+  with pytest.raises(ValueError, match="--compare=other holds no answer to any of these questions"):
+    evaluation.check_shared(asked, {"other": {"nq": {("nq_7", 0): {}}, "popqa": {("nq_1", 0): {}}}})
   theirs[0]["question"] = "Else?"
   with pytest.raises(ValueError, match="question 'nq_2' of nq is not the same in both"):
     evaluation.paired({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}})

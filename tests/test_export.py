@@ -1,6 +1,5 @@
 """experiments/export.py: transformers and PEFT compute with what it writes what the run computed; nothing else is touched."""
 
-import functools
 import json
 import pathlib
 import shutil
@@ -72,7 +71,7 @@ def ours(model, params):
   """The decoder's logits of TOKENS."""
   row = TOKENS[None]
   compute = jax.jit(lambda params, *x: decoder.logits(model, params, decoder.hidden(model, params, *x)))
-  return np.asarray(compute(params, row, np.arange(row.size)[None], np.ones_like(row)))[0]
+  return np.asarray(compute(jax.device_get(params), row, np.arange(row.size)[None], np.ones_like(row)))[0]
 
 
 def theirs(folder):
@@ -100,6 +99,13 @@ def trained(tmp_path_factory):
   return workdir, run(workdir, config_of())
 
 
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("exported") / "tiny"
+  export.export(config_of(), folder, workdir=trained[0])
+  return folder
+
+
 # --- The whole policy ---
 
 
@@ -116,10 +122,9 @@ def test_transformers_has_the_logits_of_the_newest_checkpoint_or_of_the_one_name
 
 @pytest.mark.parametrize("text", [
     "Question: Who is the mother of Velna Torin?\n", "<think>a</think><search>Velna Torin</search>",
-    "  two  spaces\tand\r\nlines ", "naïve — 日本語 \U0001f9eá \x00 end", "", "Doc 1(Title: X) <answer>no</answer>"])
-def test_the_encyclopedias_tokenizer_comes_along_token_for_token(trained, tmp_path_factory, text):
-  folder = _exported(trained[0], tmp_path_factory)
-  loaded, built = transformers.AutoTokenizer.from_pretrained(folder), tokenizers.build()
+    "  two  spaces\tand\r\nlines ", "naïve — 日本語 \U0001f9ea \x00 e\u0301nd", "", "Doc 1(Title: X) <answer>no</answer>"])
+def test_the_encyclopedias_tokenizer_comes_along_token_for_token(exported, text):
+  folder, loaded, built = exported, transformers.AutoTokenizer.from_pretrained(exported), tokenizers.build()
   ids = loaded(text)["input_ids"]
   assert ids == built.encode(text)
   assert loaded.decode(ids, clean_up_tokenization_spaces=False) == built.decode(ids) == text
@@ -128,13 +133,6 @@ def test_the_encyclopedias_tokenizer_comes_along_token_for_token(trained, tmp_pa
   assert (again.encode(text), again.eos_id) == (ids, built.eos_id)
   raw = json.loads((folder / "config.json").read_text())
   assert raw["eos_token_id"] == built.eos_id and raw["vocab_size"] == built.vocab_size
-
-
-@functools.cache
-def _exported(workdir, tmp_path_factory):
-  folder = tmp_path_factory.mktemp("exported") / "tiny"
-  export.export(config_of(), folder, workdir=workdir)
-  return folder
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -307,7 +307,7 @@ def test_more_probes_find_more(built, world):
 def test_a_build_that_was_killed_goes_on_where_it_stopped(world, built, tmp_path, monkeypatch, name):
   folder, encoder = world
   config, embeddings, added = CONFIGS[name], Embeddings(folder / "embeddings"), []
-  monkeypatch.setattr(indexes, "_CHUNK_BYTES", 4 * WIDTH * 1_000)
+  monkeypatch.setattr(memory, "CHUNK_BYTES", 4 * WIDTH * 1_000)
   read = Embeddings.read
 
   def counting(self, start, stop):
@@ -358,7 +358,7 @@ def test_an_index_that_does_not_fit_is_refused_before_any_work_with_what_would_f
   embeddings = Embeddings(world[0] / "embeddings")
   with pytest.raises(
       MemoryError,
-      match=r"building a flat index of 12,000 vectors of 16 takes 0.4 MB, and 0.0 MB are free; use a"):
+      match=r"building a flat index of 12,000 vectors of 16 takes 2.7 MB, and 0.0 MB are free; use a"):
     indexes.build(IndexConfig("flat"), embeddings, tmp_path / "i", free=1)
   assert not (tmp_path / "i").exists()
   with pytest.raises(

@@ -123,6 +123,15 @@ def test_the_command_runs_by_itself(tmp_path):
   assert done.returncode == 0 and "| benchmarks/popqa.jsonl | 2 | 0.0 | MIT |" in done.stdout, done.stderr
 
 
+def test_a_sets_folder_gives_each_side_its_own_split(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  lines(raw / "nq" / "dev.jsonl", flashrag("dev_0", "Not for the table?"))
+  assert run(f"--out={out}", f"--train={raw / 'nq'}", f"--test={raw / 'nq'}", "--train_sets=nq").returncode == 0
+  files = json.loads((out / "manifest.json").read_text())["files"]
+  assert {path: (entry["count"], entry["splits"]) for path, entry in files.items()} == {
+      "nq_hotpotqa_train/nq.jsonl": (3, ["train"]), "benchmarks/nq.jsonl": (1, ["test"])}
+
+
 def test_the_same_inputs_give_the_same_files(tmp_path):
   raw = raw_files(tmp_path / "raw")
   for name in ("a", "b"):
@@ -140,7 +149,9 @@ def test_the_same_inputs_give_the_same_files(tmp_path):
     (["--test=RAW/zoo.jsonl"], "name it as SET="),
     (["--test=RAW/twice.jsonl"], "the id '1' names two questions"),
     (["--test=RAW/empty"], "no file in it is named after a question set"),
-    (["--train=RAW/popqa", "--train_sets=popqa", "--test=RAW/popqa", "--remove_duplicates"], "--train holds no questions of popqa"),
+    (["--train=RAW/popqa"], "popqa: no file in it is named after a question set and holds train questions"),
+    (["--train=RAW/popqa/test.jsonl"], "test.jsonl holds no train questions by its name or by its records' split"),
+    (["--test=RAW/nq/train.jsonl"], "train.jsonl holds no test questions"),
     (["--download=nq", "--endpoint=http://127.0.0.1:9", "--raw=RAW/x"],
      "/datasets/RUC-NLPIR/FlashRAG_datasets/resolve/main/nq/test.jsonl can't be fetched"),
 ])
@@ -152,11 +163,7 @@ def test_what_cannot_be_prepared_is_one_sentence(tmp_path, arguments, message):
   lines(raw / "twice.jsonl", flashrag("1", "x") | {"data_source": "a"}, flashrag("1", "y") | {"data_source": "a"})
   done = run(f"--out={tmp_path / 'data'}", *(argument.replace("RAW", str(raw)) for argument in arguments))
   assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-  if "popqa" in message and "--train=RAW/popqa" in arguments:
-    # a file of test questions is no training file, whichever flag names it
-    assert "stand in a benchmark" in done.stderr or message in done.stderr
-  else:
-    assert message in done.stderr
+  assert message in done.stderr
   if "--download=nq" in arguments:
     assert "Without a network, bring the files from a machine that has one and name them: --train=PATH" in done.stderr
 

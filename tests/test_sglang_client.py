@@ -601,9 +601,18 @@ def test_memory_is_given_back_until_the_next_load(start):
     load(found, 1)
     check(found.generate(requests(4)), version="run-2", step=1)
     for server in servers:
-      routes = [path for path, _ in server.script()["seen"] if "memory" in path or "update" in path]
-      assert routes == ["/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation",
-                        "/update_weights_from_disk"]
+      routes = [path for path, _ in server.script()["seen"] if any(word in path for word in ("memory", "update", "flush"))]
+      # a server that is not idle would die of the release: it is flushed first, which it does only when idle
+      assert routes == ["/update_weights_from_disk", "/flush_cache", "/flush_cache", "/release_memory_occupation",
+                        "/resume_memory_occupation", "/update_weights_from_disk", "/flush_cache"]
+
+
+def test_a_cache_that_was_not_emptied_is_emptied_again_before_anything_is_sampled(start):
+  servers = start(1)
+  servers[0].script(fault="busy", count=3, routes=["/flush_cache"])
+  with sampler(servers) as (found, fleet):
+    assert servers[0].script()["flushed"] == 1 and len(servers[0].seen("/flush_cache")) == 4
+    check(found.generate(requests(2)))
 
 
 def test_an_unforeseen_error_in_the_background_stops_the_run(start):

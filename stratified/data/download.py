@@ -31,8 +31,9 @@ class Remote:
   git_sha1: str | None = None
 
 
-def download(url: str, target: str | os.PathLike, *, sha256: str | None = None, attempts: int = 4, timeout_s: float = 60,
-             wait_s: float = 1.0, progress: Callable[[int, int | None], None] | None = None) -> dict:
+def download(url: str, target: str | os.PathLike, *, sha256: str | None = None, attempts: int = 4,
+             timeout_s: float = 60, wait_s: float = 1.0,
+             progress: Callable[[int, int | None], None] | None = None) -> dict:
   """Brings `url` to `target` unless it is there already; {"url", "sha256", "bytes"}.
 
   A broken download is kept as `target.part` and gone on with, by this call up to `attempts` times and by the next one,

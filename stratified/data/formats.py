@@ -112,8 +112,8 @@ def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
     with open_text(path) as file:
       for number, row in enumerate(csv.DictReader(file, delimiter=delimiter), start=2):
         if None in row or None in row.values():
-          raise ValueError(f"{path}, row {number}: {len([v for v in row.values() if v is not None])} fields, the header "
-                           "has another number; get the file again")
+          found = sum(value is not None for value in row.values())
+          raise ValueError(f"{path}, row {number}: {found} fields, the header has another number; get the file again")
         yield f"{path}, row {number}", row
   except (UnicodeDecodeError, csv.Error, EOFError, OSError) as error:
     raise ValueError(f"{path}: not a readable table ({error}); get it again") from error
@@ -147,8 +147,9 @@ def _kind(record: Record, where: str) -> str:
   for kind, fields in _FIELDS.items():
     if record.keys() >= fields:
       return kind
-  raise ValueError(f"{where}: its fields ({', '.join(map(str, sorted(record, key=str)))}) are those of no known question "
-                   f"format; known are {', '.join(_FIELDS)}")
+  fields = ", ".join(map(str, sorted(record, key=str)))
+  raise ValueError(f"{where}: its fields ({fields}) are those of no known question format; known are "
+                   f"{', '.join(_FIELDS)}")
 
 
 def _flashrag(record: Record, where: str) -> Record:
@@ -187,7 +188,8 @@ def _popqa(record: Record, where: str) -> Record:
     raise ValueError(f'{where}, field "possible_answers": not a JSON list ({error})') from error
   return {"id": id_field(record, "id", where), "question": string_field(record, "question", where),
           "golden_answers": _answers(answers, "possible_answers", where), "data_source": "popqa",
-          "type": _text(record.get("prop")), "supporting_titles": _titles([record.get("s_wiki_title") or record.get("subj")])}
+          "type": _text(record.get("prop")),
+          "supporting_titles": _titles([record.get("s_wiki_title") or record.get("subj")])}
 
 
 def _hotpotqa(record: Record, where: str) -> Record:

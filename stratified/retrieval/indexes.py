@@ -6,6 +6,7 @@
 The metric is the inner product, which for unit vectors is the cosine. `memory` says what each kind takes.
 """
 
+from collections.abc import Callable
 import contextlib
 import dataclasses
 import logging
@@ -25,7 +26,6 @@ from stratified.retrieval.memory import IndexConfig
 
 Path = str | os.PathLike
 
-_CHUNK_BYTES = 64 << 20  # vectors added at once, in float32
 _QUANTIZERS = {"float16": faiss.ScalarQuantizer.QT_fp16, "int8": faiss.ScalarQuantizer.QT_8bit}
 CLASSES = {"flat": faiss.IndexFlatCodes, "hnsw": faiss.IndexHNSW, "ivf_pq": faiss.IndexIVFPQ,
            "ivf_sq": faiss.IndexIVF}
@@ -87,7 +87,7 @@ def build(config: IndexConfig, embeddings: Embeddings, directory: Path, *, save_
     train(index, config, embeddings)
     manifests.write(directory / "partial.json", manifest)
     _save(index, partial)
-  _add(index, config, embeddings, lambda: _save(index, partial), save_every_s)
+  add(index, config, embeddings, lambda: _save(index, partial), save_every_s)
   if index.ntotal != count:
     raise ValueError(
         f"{partial} holds {index.ntotal:,} vectors of {count:,}; delete {directory} and build it again.")
@@ -149,10 +149,12 @@ def _save(index, path: pathlib.Path) -> None:
     aside.unlink(missing_ok=True)
 
 
-def _add(index, config, embeddings, save, save_every_s) -> None:
+def add(index: faiss.Index, config: IndexConfig, embeddings: Embeddings, save: Callable[[], None],
+        save_every_s: float) -> None:
+  """Adds the vectors behind those that `index` holds, and calls `save` every `save_every_s` seconds."""
   count = len(embeddings)
   _reserve(index, config, count)
-  chunk = max(1, _CHUNK_BYTES // (4 * embeddings.dimension))
+  chunk = max(1, memory.CHUNK_BYTES // (4 * embeddings.dimension))
   if config.kind == "hnsw":
     chunk = min(chunk, 10_000)  # slow to add: so many take seconds
   saved_at = time.monotonic()

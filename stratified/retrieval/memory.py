@@ -8,6 +8,7 @@ import pathlib
 KINDS = ("flat", "hnsw", "ivf_pq", "ivf_sq")
 STORAGE_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 _PQ_BITS = 8
+CHUNK_BYTES = 64 << 20  # vectors that are read, normalised and added at once, in float32
 _MIN_TRAINING = 39  # vectors a cell: what faiss asks for before k-means
 
 
@@ -94,9 +95,10 @@ def index_bytes(config: IndexConfig, count: int, dimension: int) -> int:
 
 
 def build_bytes(config: IndexConfig, count: int, dimension: int) -> int:
-  """Peak memory of building: the index, what grows by copying, the training sample and faiss's copy."""
+  """Peak memory of building: the index, what grows by copying, the training sample and faiss's copy, a chunk
+  in its three forms (read, its squares, normalised)."""
   c = config.settled(count, dimension)
-  size = index_bytes(c, count, dimension)
+  size = index_bytes(c, count, dimension) + 3 * min(CHUNK_BYTES, 4 * count * dimension)
   if c.kind == "flat":
     return size
   if c.kind == "hnsw":  # lists of links double when they are full; vectors are reserved

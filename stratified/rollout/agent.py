@@ -207,7 +207,8 @@ class Agent:
 
   def sample(self, stops: tuple[str, ...], *, last: bool = False, reserve: int = 0):
     """Lets the policy go on until one of `stops`, `reserve` tokens before the end of the budget; its text."""
-    request = Request(self.key, self.context, min(self.setting.limits.max_turn_tokens, self.room() - reserve), stops, last)
+    longest = min(self.setting.limits.max_turn_tokens, self.room() - reserve)
+    request = Request(self.key, self.context, longest, stops, last)
     token_ids = self.sampled((yield request))
     self.check_end(token_ids, request)
     return self.decode(token_ids)

@@ -66,7 +66,8 @@ def interleave(setting: Setting, question: Question, key: Key, prompt_ids: tuple
     for _ in range((limits.max_turns if free else limits.forced_searches) - 1):
       if _room(agent) < 1:
         break
-      text = yield from agent.sample(protocol.stops if free else protocol.more_stops, reserve=agent.room() - _room(agent))
+      stops = protocol.stops if free else protocol.more_stops
+      text = yield from agent.sample(stops, reserve=agent.room() - _room(agent))
       action = protocol.parse(text)
       if free and action.kind == "answer":
         agent.turns.append(Turn("answer", text))
@@ -168,7 +169,8 @@ def _condense(digest: Digest, agent: Agent, queries: Sequence[str], results: Seq
 def _digest_context(digest: Digest, agent: Agent, queries, whole: Information, limit: int) -> tuple[int, ...]:
   """Token ids of the condensing prompt, at most `limit`: of the reasoning its end, of the passages what fits."""
   setting, render = agent.setting, agent.setting.protocol.render
-  texts = {"question": agent.question.text, "query": "; ".join(queries), "passages": "\ue001", "reasoning": "\ue002"}
+  texts = {"question": agent.question.text, "query": "; ".join(queries), "passages": "\ue001",
+           "reasoning": "\ue002"}
   for name in ("question", "query"):
     texts[name] = re.sub("[\ue001\ue002]", "", texts[name])  # the two marks, at which the rendered text is cut
   message = re.sub(r"\{(question|query|passages|reasoning)\}", lambda match: texts[match[1]], digest.template)

@@ -210,6 +210,20 @@ def test_weights_change_under_running_generations_and_each_token_knows_its_own(r
   assert mixed > 0
 
 
+def test_memory_is_given_back_right_after_a_step_and_taken_again(real_servers, connect, model, params_of):
+  """That memory becomes free shows on a GPU only; here, that the server survives being asked at once, and goes on."""
+  with connect(real_servers) as servers:
+    sampler = SglangSampler(servers, Sampling())
+    for n in range(3):
+      sampler.load(params_of(n), n)
+      wanted = requests(8)
+      for request, completion in zip(wanted, sampler.generate(wanted)):
+        assert gap(model, params_of(n), request.token_ids, completion) < CLOSE
+      sampler.generate(wanted)
+      servers.release()
+      assert len(servers.usable) == 2
+
+
 def test_aborted_generations_keep_their_tokens(real_servers, connect, model, params_of):
   with connect(real_servers) as servers:
     sampler = SglangSampler(servers, Sampling())

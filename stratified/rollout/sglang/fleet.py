@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from stratified.rollout.sampler import Request
@@ -269,7 +269,7 @@ class Fleet:
       raise self._fatal
     if self._released:
       self._released = False
-      await self._each_usable("/resume_memory_occupation")
+      await self._each_usable(Server.take_memory)
     members = [member for member in self._members if member.usable or self._publication is None]
     away = [member for member in self._members if member not in members]
     self._adopt(publication, away)
@@ -331,12 +331,11 @@ class Fleet:
   async def release(self) -> None:
     """Usable servers give back the memory of weights and cache, until the next update."""
     self._released = True
-    await self._each_usable("/release_memory_occupation")
+    await self._each_usable(Server.release)
 
-  async def _each_usable(self, route: str) -> None:
+  async def _each_usable(self, do: Callable) -> None:
     members = [member for member in self._members if member.usable]
-    calls = (quietly(member.server.call(route, {"tags": ["kv_cache", "weights"]}, timeout=self.config.update_s))
-             for member in members)
+    calls = (quietly(do(member.server, self.config.update_s)) for member in members)
     for member, error in zip(members, await asyncio.gather(*calls)):
       if error:
         self._lose(member, error)

@@ -95,11 +95,27 @@ class Server:
     """Ends one request, or all: their answers come back with what they have so far."""
     await self.call("/abort_request", {"rid": rid} if rid else {"abort_all": True})
 
-  async def flush(self, attempts: int = 20) -> None:
-    """Empties the prefix cache; a server that is busy says so in the text of a 200, hence the second look."""
+  async def flush(self, attempts: int = 40) -> None:
+    """Empties the prefix cache, which a server does only while nothing runs: it goes on for a moment after an answer.
+
+    The text of the answer says whether it did; some versions send a 200 in any case.
+    """
+    told = ""
     for _ in range(attempts):
-      answer = await self.call("/flush_cache", method="POST")
-      if "flushed" in str(answer).lower() and "not" not in str(answer).lower().split("please")[0]:
+      try:
+        told = str(await self.call("/flush_cache", method="POST"))
+      except Refused as error:
+        told = str(error)
+      if told.strip().lower().startswith("cache flushed"):
         return
       await asyncio.sleep(0.25)
-    raise Refused(f"{self.url}/flush_cache did not empty the cache: {str(answer)[:200]}")
+    raise Refused(f"{self.url}/flush_cache did not empty the cache: {told[:200]}")
+
+  async def release(self, timeout: float) -> None:
+    """Gives back the memory of weights and cache. Asked before it is idle, the server would die: hence the flush."""
+    await self.flush()
+    await self.call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout)
+
+  async def take_memory(self, timeout: float) -> None:
+    """The memory again; what is in it is nobody's until the next update."""
+    await self.call("/resume_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout)
