@@ -58,12 +58,27 @@ def _common() -> ml_collections.ConfigDict:
   c.rollout.max_staleness = 0
 
   c.sampler = ml_collections.ConfigDict()
-  c.sampler.name = "jax"
+  c.sampler.name = "jax"  # jax, sglang
   c.sampler.devices = 1  # of each process; 0 is all of them
   c.sampler.lanes = 64  # rollouts side by side on each device
   c.sampler.block = 16
   c.sampler.rows = 16
   c.sampler.prefill_tokens = 4096  # tokens of one prefill call, padding included
+  # Of sampler.name = "sglang": see third_party/sglang/README.md.
+  c.sampler.urls = ""  # http://HOST:PORT of each server, with commas between them
+  c.sampler.sync = "disk"  # disk, tensor, group: how weights get there
+  c.sampler.directory = ""  # of disk: a folder that the servers see; empty is tmpfs
+  c.sampler.in_flight = 64  # generations a server is given at once
+  c.sampler.timeout_s = 600.0  # of one attempt of a generation
+  c.sampler.retries = 4
+  c.sampler.start_s = 120.0  # until every server must have answered first
+  c.sampler.outage_s = 120.0  # how long none may be usable
+  c.sampler.health_s = 15.0
+  c.sampler.update_s = 600.0
+  c.sampler.probe_tolerance = 0.0  # largest difference of a log-prob; 0 is 1e-3 in float32, 0.1 in bfloat16
+  c.sampler.helper_python = ".venv-sglang/bin/python"  # of group
+  c.sampler.group_backend = "gloo"  # gloo, nccl
+  c.sampler.group_address = "127.0.0.1"
   c.sampler.release = False  # free the device of the sampler's weights and caches during updates
 
   c.retriever = ml_collections.ConfigDict()

@@ -3,7 +3,7 @@
 import math
 import pathlib
 
-from experiments import build, worlds
+from experiments import build, servers, worlds
 from stratified import advantages, losses, metrics
 from stratified.policy import attention, lora
 from stratified.retrieval import client
@@ -12,7 +12,9 @@ from stratified.retrieval import client
 def check(config) -> None:
   """Refuses, in one sentence each, what can't run: before anything is loaded, written or compiled."""
   _one_of("data.name", config.data.name, ("encyclopedia", "files"))
-  _one_of("sampler.name", config.sampler.name, ("jax",))
+  _one_of("sampler.name", config.sampler.name, ("jax", "sglang"))
+  if config.sampler.name == "sglang":
+    servers.settings(config)
   _one_of("retriever.name", config.retriever.name, ("bm25", "dense", "hybrid", "http"))
   _one_of("rollout.protocol", config.rollout.protocol, worlds.PROTOCOLS)
   _one_of("loss.kl_estimator", config.loss.kl_estimator, losses.KL_ESTIMATORS)
@@ -38,6 +40,8 @@ def check(config) -> None:
   build.partition(config)
   worlds.limits(config)
   build.optimizer(config)
+  if config.rollout.protocol == "tool_calls" and not config.policy.checkpoint:
+    raise ValueError("rollout.protocol='tool_calls' needs policy.checkpoint: the calls' form comes with a model's chat template")
   if config.rollout.chat_template and not config.policy.checkpoint:
     raise ValueError("rollout.chat_template=True needs policy.checkpoint: the template comes with a model's directory")
   if config.data.name == "files":

@@ -20,10 +20,11 @@ from absl import app, flags
 import ml_collections
 from ml_collections import config_flags
 
-from experiments import build, check, evaluation, phases, worlds
+from experiments import build, check, evaluation, phases, servers, worlds
 from experiments.weights import Weights
 from stratified import answers, metrics, tables
 from stratified.retrieval.client import RetrieverDown
+from stratified.rollout.sglang.errors import SamplerError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The preset, where the workdir holds no run.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
@@ -62,17 +63,18 @@ def main(_) -> None:
     if params is None:
       params = build.initial_params(config, model, mesh)
     config.rollout.temperature = temperature or config.rollout.temperature
-    sampler = build.sampler(config, model, world.tokenizer, greedy=temperature == 0)
-    sampler.load(params, evaluation.FIRST_STEP)
-    found = {name: evaluation.run(kept, name, questions, world=world, retriever=retriever, sampler=sampler,
-                                  limits=limits, samples=_SAMPLES.value, stop=stop)
-             for name, (questions, retriever) in sets.items()}
+    with servers.samplers(config, mesh, model, world.tokenizer) as samplers:
+      sampler = samplers[temperature == 0]
+      sampler.load(params, evaluation.FIRST_STEP)
+      found = {name: evaluation.run(kept, name, questions, world=world, retriever=retriever, sampler=sampler,
+                                    limits=limits, samples=_SAMPLES.value, stop=stop)
+               for name, (questions, retriever) in sets.items()}
     write(workdir, kept.folder, step, evaluation.row(label, found), [
         (folder, evaluation.row(folder, _groups(theirs)), evaluation.paired(found, theirs))
         for folder, theirs in others.items()])
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
-  except RetrieverDown as error:
+  except (RetrieverDown, SamplerError) as error:
     sys.exit(f"{error}; the answers so far are in {kept.folder}")
   except evaluation.Stopped:
     sys.exit(f"stopped; the answers so far are in {kept.folder}, the same command goes on")

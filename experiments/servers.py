@@ -1,7 +1,9 @@
-"""From a config's `sampler` to a connection with SGLang servers; `sampler.name` = sglang."""
+"""From a config's `sampler` to what samples: in this process, or SGLang servers and the connection with them."""
 
+import contextlib
 import pathlib
 
+from experiments import build
 from stratified.policy import decoder
 from stratified.rollout.sglang.members import FleetConfig
 from stratified.rollout.sglang.publish import PublishConfig, Publisher
@@ -36,6 +38,16 @@ def connect(config, mesh, model: decoder.DecoderConfig, tokenizer) -> Servers:
   publisher = Publisher(model, publish, avoid=tokenizer.eos_id, mesh=mesh)
   return Servers(fleet, publisher, vocab_size=model.vocab_size, eos_id=tokenizer.eos_id,
                  max_tokens=config.rollout.max_tokens, interrupt=config.rollout.max_staleness > 0)
+
+
+@contextlib.contextmanager
+def samplers(config, mesh, model: decoder.DecoderConfig, tokenizer):
+  """(training's sampler, a greedy one) of `sampler.name`; connections are closed at the end."""
+  if config.sampler.name == "jax":
+    yield tuple(build.sampler(config, model, tokenizer, greedy=greedy) for greedy in (False, True))
+    return
+  with connect(config, mesh, model, tokenizer) as found:
+    yield tuple(sampler(config, found, greedy=greedy) for greedy in (False, True))
 
 
 def sampler(config, servers: Servers, *, greedy: bool = False) -> SglangSampler:

@@ -66,7 +66,7 @@ def changed_keys(stored: Mapping[str, Any], wanted: Mapping[str, Any], free: Seq
 def finished(job: Job) -> bool:
   """Whether the folder holds this very run, trained and evaluated to its last step."""
   run = workdirs.read(job.workdir)
-  return run.finished and not changed_keys(run.config, job.config, workdirs.SAME_RESULT)
+  return run.finished and not changed_keys(run.config, job.config, metrics.FREE_KEYS)
 
 
 def where(job: Job) -> str:
@@ -74,7 +74,7 @@ def where(job: Job) -> str:
   run = workdirs.read(job.workdir)
   if finished(job):
     return "finished"
-  if run.config and changed_keys(run.config, job.config, (*workdirs.SAME_RESULT, "num_steps")):
+  if run.config and changed_keys(run.config, job.config, (*metrics.FREE_KEYS, "num_steps")):
     return "another config"
   if not run.rows:
     return "not started"

@@ -19,12 +19,13 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
-from experiments import build, check, phases, retrievers, worlds
+from experiments import build, check, phases, retrievers, servers, worlds
 from experiments.weights import Weights
 from stratified import batching, evaluate as scoring, metrics, processes, report, rewards
 from stratified.checkpoint import Checkpointer, check_config
 from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
+from stratified.rollout.sglang.errors import SamplerError
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/search_r1.py:tiny", "What to train, and how.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go.", required=True)
@@ -45,9 +46,9 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
   weights = Weights(config, mesh, model, optimizer)
   packing = build.packing(config, mesh)
   learn = build.reinforcement_update(config, mesh, model, optimizer, assign.num_strata)
-  sampler, judge = (build.sampler(config, model, world.tokenizer, greedy=greedy) for greedy in (False, True))
 
-  with (Checkpointer(workdir, config.checkpoint.every) as checkpointer,
+  with (servers.samplers(config, mesh, model, world.tokenizer) as (sampler, judge),
+        Checkpointer(workdir, config.checkpoint.every) as checkpointer,
         Checkpointer(workdir / "warm_start", WARM_START_EVERY) as warm_checkpointer):
     ###  Where the run stands: at a checkpoint, or at the start  ###
     try:
@@ -78,7 +79,7 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
         while step < config.num_steps and not stop.agreed():
           try:
             groups, times = rollouts.take(step, weights.policy(state))
-          except RetrieverDown:
+          except (RetrieverDown, SamplerError):
             checkpointer.save(step, weights.at_rest(state), force=True)
             raise
           reward = [[0.0 if t.fault else rewards.score(t) for t in group] for group in groups]
@@ -163,7 +164,7 @@ def run(config, workdir: pathlib.Path, stop: phases.Stop) -> None:
   phases.enable_compilation_cache()
   try:
     train(config, workdir, world, stop)
-  except RetrieverDown as error:
+  except (RetrieverDown, SamplerError) as error:
     sys.exit(f"{error}")
 
 

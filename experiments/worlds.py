@@ -15,7 +15,7 @@ from stratified import batching, metrics
 from stratified.data import demonstrations, encyclopedia, questions as generated, readers, tokenizer as tokenizers
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.corpus import Passage, read_corpus
-from stratified.rollout import chat, loop, methods, tags
+from stratified.rollout import chat, loop, methods, tags, tool_calls
 from stratified.rollout.limits import Limits
 from stratified.types import Question
 
@@ -55,12 +55,23 @@ class Timed:
       self.queries += len(queries)
 
 
-PROTOCOLS = {"short": tags.short, "search_r1": tags.search_r1, "few_shot": tags.few_shot} | methods.PROTOCOLS
+TAGS = {"short": tags.short, "search_r1": tags.search_r1, "few_shot": tags.few_shot} | methods.PROTOCOLS
+PROTOCOLS = (*TAGS, "tool_calls")
 
 
-def protocol(config) -> tags.SearchTags:
+def protocol(config):
+  """The protocol of `rollout.protocol`: tags in plain text or in the model's chat template, or its native tool calls."""
+  if config.rollout.protocol == "tool_calls":
+    return tool_calls.tool_calls(chat.load(config.policy.checkpoint), tokenizer_of(config))
   render = chat.load(config.policy.checkpoint).user if config.rollout.chat_template else None
-  return PROTOCOLS[config.rollout.protocol](render=render)
+  return TAGS[config.rollout.protocol](render=render)
+
+
+def tokenizer_of(config) -> tokenizers.Tokenizer:
+  """That of the model's directory, or the encyclopedia's where the policy is made here."""
+  if not config.policy.checkpoint:
+    return tokenizers.build()
+  return tokenizers.Tokenizer.from_file(str(pathlib.Path(config.policy.checkpoint) / "tokenizer.json"))
 
 
 def world(config) -> World:
@@ -79,7 +90,7 @@ def _encyclopedia_world(config) -> World:
     return {"held_out": (ask(first), search), "second_encyclopedia": (ask(second), BM25(second.passages))}
 
   return World(
-      tokenizer=tokenizers.build(), protocol=protocol(config), limits=limits(config), retriever=search,
+      tokenizer=tokenizer_of(config), protocol=protocol(config), limits=limits(config), retriever=search,
       questions_at=lambda step: generated.training_questions(
           first, seed=config.seed, step=step, count=d.questions_per_step, hop_shares=d.hop_shares),
       held_out=held_out)
@@ -96,7 +107,7 @@ def _file_world(config) -> World:
     return {"held_out": (readers.questions_at(questions, seed=0, step=0, count=min(count, len(questions))), search)}
 
   return World(
-      tokenizer=tokenizers.Tokenizer.from_file(str(pathlib.Path(config.policy.checkpoint) / "tokenizer.json")),
+      tokenizer=tokenizer_of(config),
       protocol=protocol(config), limits=limits(config), retriever=search,
       questions_at=lambda step: readers.questions_at(train, seed=config.seed, step=step, count=d.questions_per_step),
       held_out=held_out)

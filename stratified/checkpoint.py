@@ -12,13 +12,7 @@ from absl import logging as absl_logging
 import jax
 import orbax.checkpoint as ocp
 
-from stratified.metrics import flatten, write_atomic
-
-# What a run may change when it resumes: none of these alters a number that it computes.
-FREE_KEYS = (
-    "mesh.*", "logging.*", "checkpoint.every", "retriever.url", "retriever.timeout_s", "retriever.retries",
-    "retriever.give_up_s", "retriever.queries_per_request", "retriever.in_flight", "retriever.cache")
-
+from stratified.metrics import FREE_KEYS, flatten, write_atomic
 
 def abstract(tree: Any) -> Any:
   """The tree's shapes, dtypes and shardings without its values: what `restore_latest` asks for."""

@@ -22,6 +22,16 @@ from tensorboardX.proto import event_pb2, summary_pb2
 from stratified.types import Trajectory
 
 Row = dict[str, Any]
+
+# What of a run's config may change when it resumes (shell patterns): none of these alters a number that it computes.
+FREE_KEYS = (
+    "mesh.*", "memory.*", "logging.*", "checkpoint.every",
+    *(f"retriever.{name}" for name in (
+        "url", "timeout_s", "retries", "give_up_s", "queries_per_request", "in_flight", "cache")),
+    *(f"sampler.{name}" for name in (
+        "devices", "release", "urls", "sync", "directory", "in_flight", "timeout_s", "retries", "start_s", "outage_s",
+        "health_s", "update_s", "probe_tolerance", "helper_python", "group_backend", "group_address")))
+
 _TRAJECTORY_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from stratified import metrics
 
 # What runs of one group may differ in: the seed, and what changes no number that a training step computes.
-SAME_RESULT = ("mesh.*", "logging.*", "checkpoint.every")
-WITHIN_GROUP = ("seed", "eval.every", "eval.forced", *SAME_RESULT)
+WITHIN_GROUP = ("seed", "eval.every", "eval.forced", *metrics.FREE_KEYS)
 MAIN = "eval/exact_match"
 
 

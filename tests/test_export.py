@@ -162,7 +162,7 @@ def test_a_directory_of_mixed_dtypes_gives_back_every_byte_and_one_dtype_on_requ
 
 def test_weights_go_into_several_files_of_a_given_size_and_back_into_one(tmp_path, trained):
   workdir, state = trained
-  export.export(config_of(), tmp_path / "out", workdir=workdir, shard_bytes=20_000)
+  export.export(config_of(), tmp_path / "out", workdir=workdir, shard_bytes=4_000)
   files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
   assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
   model = build.model_config(config_of())
@@ -175,7 +175,7 @@ def test_weights_go_into_several_files_of_a_given_size_and_back_into_one(tmp_pat
 
 
 def test_a_damaged_index_is_refused_and_can_not_lead_out_of_its_directory(tmp_path, trained):
-  export.export(config_of(), tmp_path / "out", workdir=trained[0], shard_bytes=20_000)
+  export.export(config_of(), tmp_path / "out", workdir=trained[0], shard_bytes=4_000)
   index, model = tmp_path / "out" / tensor_files.INDEX, build.model_config(config_of())
   outside = json.loads(index.read_text())
   outside["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"

@@ -72,6 +72,8 @@ WITHOUT_JAX = [
     "types", "rewards", "strata", "data", "retrieval", "rollout.loop", "rollout.agent", "rollout.tags", "rollout.limits",
     "rollout.prompts", "rollout.sampler", "evaluate", "metrics", "progress", "report", "charts", "figures", "alarms",
     "transcripts", "scores", "statistics", "tables", "answers", "rollout.chat", "rollout.methods", "rollout.method_prompts",
+    "rollout.tool_calls", *(f"rollout.sglang.{name}" for name in (
+        "wire", "http", "server", "members", "places", "fleet", "group", "torch_wire", "errors")),
 ]
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
 

@@ -341,8 +341,3 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   assert {"seed", "warm_start.num_steps", "policy.width", "data.hop_shares", "optimizer.clip_norm"} <= seen
   shared = {key for key in seen if any(fnmatch.fnmatchcase(key, one) for one in sweep_runs.NOT_IN_WARM_START)}
   assert not shared
-
-
-def test_what_runs_of_a_group_may_differ_in_is_what_a_workdir_accepts():
-  from stratified import checkpoint
-  assert set(workdirs.SAME_RESULT) == set(checkpoint.FREE_KEYS)

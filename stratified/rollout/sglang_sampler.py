@@ -163,6 +163,10 @@ class SglangSampler:
   def load(self, params: Any, step: int) -> None:
     self._servers.load(params, step)
 
+  def release(self) -> None:
+    """See `Servers.release`."""
+    self._servers.release()
+
   def submit(self, request: Request) -> None:
     """Raises ValueError for a request that no server may get: ids outside the vocabulary, or too many."""
     if not self._servers.loaded:

@@ -54,6 +54,7 @@ def gap(model, params, context, completion):
   return np.max(np.abs(np.subtract(theirs, completion.log_probs)))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sync", ["disk", "tensor", "group"])
 def test_weights_arrive_by_every_way_at_every_server(real_servers, connect, model, params_of, sync):
   with connect(real_servers, sync=sync) as servers:
@@ -110,6 +111,7 @@ def test_weights_that_are_not_the_trainers_are_refused(real_servers, connect, pa
       servers.wait(servers.fleet.update(weights), 60)
 
 
+@pytest.mark.smoke
 def test_greedy_rollouts_with_searches_are_the_same_through_both_samplers(
     real_servers, connect, model, tokenizer, params_of, world):
   questions, retriever = world
@@ -129,6 +131,7 @@ def test_greedy_rollouts_with_searches_are_the_same_through_both_samplers(
       np.testing.assert_allclose(left.log_probs, right.log_probs, atol=CLOSE)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_what_the_server_was_fed_is_what_is_trained_on(
     real_servers, connect, model, tokenizer, params_of, world, monkeypatch, temperature):
