@@ -140,7 +140,8 @@ def _check_files(config):
     raise FileNotFoundError(f"policy.checkpoint={config.policy.checkpoint!r} holds no model (no config.json); "
                             f"to get it: {fetch}")
   # A server, or a dense index, has its passages elsewhere.
-  for name in ("questions", "corpus") if config.retriever.name in ("bm25", "hybrid") else ("questions",):
+  names = ["questions"] + ["evaluation"] * bool(config.data.evaluation) + ["corpus"] * (config.retriever.name in ("bm25", "hybrid"))
+  for name in names:
     if not worlds.path_of(config.data[name]).exists():
       raise FileNotFoundError(f"data.{name}={config.data[name]!r} does not exist; "
                               f"name the file with --config.data.{name}=PATH or make it with "
