@@ -45,7 +45,7 @@ def open_retriever(config, passages: Callable[[], Sequence[Passage]]):
   `passages` is called where the passages themselves are needed. Raises ValueError or OSError, in one
   sentence, where it can't be opened or does not search what the config says.
   """
-  r, corpus = config.retriever, os.path.expandvars(config.data.get("corpus", ""))
+  r, corpus = config.retriever, os.path.expandvars(config.data.corpus)
   opened = {
       "bm25": lambda: bm25(passages()),
       "dense": lambda: dense(r.index, r.encoder, corpus),

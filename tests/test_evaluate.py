@@ -56,7 +56,8 @@ def test_a_steps_row_averages_over_what_was_not_lost_and_counts_the_rest():
   row = evaluate.rollout_row([[GROUPS[0][0], LOST], [invalid, GROUPS[1][0]]], [[1.0, 99.0], [0.1, 0.4]])
   assert row == {
       "reward/mean": pytest.approx(0.5), "reward/exact_match": pytest.approx(1 / 3), "rollout/searches_mean": 4 / 3,
-      "rollout/invalid_actions": 1 / 3, "rollout/policy_tokens": 2 + 50 + 3 + 4, "rollout/failed": 1}
+      "rollout/invalid_actions": 1 / 3, "rollout/policy_tokens": 2 + 50 + 3 + 4, "rollout/failed": 1,
+      "rollout/staleness": 0}
   assert all(math.isfinite(value) for value in row.values())
 
 
