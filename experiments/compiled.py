@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from experiments import build
 from stratified import batching, costs, hlo, sharding, update
-from stratified.policy import decoder
+from stratified.policy import decoder, layers
 from stratified.rollout import jax_sampler, lane_programs
 from stratified.types import Batch
 
@@ -171,7 +171,7 @@ def unexpected(model: decoder.DecoderConfig, mesh_shape, packing: batching.Packi
   most = packing.rows // shards * packing.length * model.vocab_size // tensor
   faults = [f"an array of the logits of all local tokens, {array}" for array in sorted(hlo.arrays(text), key=str)
             if 0 < chunk < packing.length and of_logits(array) and array.size >= most]
-  stacked = {math.prod(w.shape) for name, w in decoder.weights(model).items() if name in decoder.LINEAR}
+  stacked = {math.prod(w.shape) for name, w in decoder.weights(model).items() if name in layers.LINEAR}
   for each in hlo.collectives(text, num_devices=shards * tensor):
     whole = each.array.size in stacked and model.num_layers > 1
     if each.kind == "all-gather" and (whole or of_logits(each.array)):

@@ -7,7 +7,7 @@ attention (2 a multiply-add), which is what a device's peak is stated for.
 import dataclasses
 import math
 
-from stratified.policy import decoder
+from stratified.policy import decoder, layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def forward_flops(config: decoder.DecoderConfig, tokens: float, seen: float, *, 
     2 tokens (weights of all linear layers + width x vocabulary) + 4 tokens seen heads head_dim layers
   """
   table = decoder.weights(config)
-  linear = sum(math.prod(table[name].shape) for name in decoder.LINEAR)
+  linear = sum(math.prod(table[name].shape) for name in layers.LINEAR)
   head = config.vocab_size * config.width if logits else 0
   return 2 * tokens * (linear + head) + 4 * tokens * seen * config.num_heads * config.head_dim * config.num_layers
 

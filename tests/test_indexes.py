@@ -290,6 +290,13 @@ def test_read_and_mapped_indexes_answer_alike(built, world, name):
     assert [(hit.id, hit.score) for hit in one] == [(hit.id, hit.score) for hit in other]
 
 
+def test_an_index_that_reranks_says_what_it_misses(built, world, tmp_path):
+  target = copied(built, "ivf_pq", tmp_path / "ivf_pq")
+  with pytest.raises(FileNotFoundError, match="scores 50 candidates again with the vectors in .*--rerank=0"):
+    open_dense(target, world[1])
+  assert len(open_dense(target, world[1], rerank=0).search(["x"], 3)[0]) == 3
+
+
 def test_more_probes_find_more(built, world):
   _, encoder = world
   expected = exact(built, encoder, QUERIES, 5)
@@ -386,7 +393,7 @@ def test_free_memory_is_a_number_of_this_machine():
 @pytest.mark.parametrize("arguments, message", [
     (dict(kind="annoy"), "index 'annoy' is unknown; choose one of flat, hnsw, ivf_pq, ivf_sq"),
     (dict(storage="int4"), "storage 'int4' is unknown"), (dict(links=1), "links=1 must be at least 2"),
-    (dict(lists=-1), "lists=-1 must be at least 0")])
+    (dict(lists=-1), "lists=-1 must be at least 0"), (dict(rerank=-2), "rerank=-2 must be at least 0, or -1")])
 def test_settings_out_of_range_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     IndexConfig(**arguments)

@@ -10,7 +10,7 @@ import pytest
 from small_rollouts import collate, decoder_config, parameters, random_groups
 from stratified import advantages, batching, optimizer, update
 from stratified.checkpoint import Checkpointer
-from stratified.policy import decoder
+from stratified.policy import layers
 
 CONFIG = decoder_config(qkv_bias=True)
 CHAIN = optimizer.make(learning_rate=1e-2)
@@ -68,11 +68,11 @@ def test_the_reference_is_kept_in_the_dtypes_that_a_forward_pass_reads(mesh):
 def test_a_bfloat16_weights_gradient_is_summed_in_float32():
   """4,096 tokens that each add 1 to a gradient of 4,096: in bfloat16 a sum by ones ends at 256."""
   x, w = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.full((1, 1), 0.5)
-  gradient = jax.grad(lambda w: decoder.linear(x, w, (None, None)).astype(jnp.float32).sum())(w)
+  gradient = jax.grad(lambda w: layers.linear(x, w, (None, None)).astype(jnp.float32).sum())(w)
   assert gradient.dtype == jnp.float32 and float(gradient[0, 0]) == 4096.0
   # and neither a product of 257 = 2^8 + 1 nor its sum is cut to bfloat16's 8 bits
   x = jnp.ones((1, 257, 1), jnp.bfloat16)
-  gradient = jax.grad(lambda w: decoder.linear(x, w, (None, None)).astype(jnp.float32).sum())(w)
+  gradient = jax.grad(lambda w: layers.linear(x, w, (None, None)).astype(jnp.float32).sum())(w)
   assert float(gradient[0, 0]) == 257.0
 
 
@@ -80,10 +80,10 @@ def test_a_bfloat16_weights_gradient_is_summed_in_float32():
 def test_a_linear_layers_gradients_are_those_that_differentiation_gives(name):
   rng = np.random.default_rng(0)
   shape = {"q": (6, 2, 4), "o": (2, 4, 6), "down": (8, 6)}[name]
-  inputs = shape[:decoder.LINEAR[name]]
+  inputs = shape[:layers.LINEAR[name]]
   x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, *inputs), shape))
   plain = lambda x, w: jnp.tensordot(x, w, len(inputs))
-  own = lambda x, w: decoder.linear(x, w, decoder.AXES[name])
+  own = lambda x, w: layers.linear(x, w, layers.AXES[name])
   np.testing.assert_allclose(own(x, w), plain(x, w), atol=1e-5)
   for found, expected in zip(*(jax.grad(lambda *a: (jnp.sin(f(*a))).sum(), (0, 1))(x, w) for f in (own, plain))):
     np.testing.assert_allclose(found, expected, atol=2e-5)

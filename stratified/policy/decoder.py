@@ -11,7 +11,6 @@ Shapes: r rows or b lanes, t tokens, d width, h query heads, g key-value heads, 
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from stratified import sharding
-from stratified.policy import attention
+from stratified.policy import attention, layers
 
 Params = dict[str, Any]
 
@@ -131,16 +130,12 @@ def logical_axes(config: DecoderConfig) -> dict[str, tuple[str | None, ...]]:
   return {name: weight.axes for name, weight in weights(config).items()}
 
 
-# The linear layers, and how many dimensions after `layers` their input takes.
-LINEAR = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
-
-
 def adapter_weights(config: DecoderConfig, target: str, rank: int) -> dict[str, Weight]:
   """The two low-rank factors of a linear layer's adapter: A [layers, inputs ..., rank], B [layers, rank, outputs ...].
 
   Each keeps the axes of the layer that it shares; the rank is whole everywhere. A starts at random, B at zero.
   """
-  weight, inputs = weights(config)[target], 1 + LINEAR[target]
+  weight, inputs = weights(config)[target], 1 + layers.LINEAR[target]
   shape, axes = weight.shape, weight.axes
   return {
       f"{target}_a": Weight((*shape[:inputs], rank), (*axes[:inputs], None), 1 / math.sqrt(math.prod(shape[1:inputs]))),
@@ -151,7 +146,7 @@ def adapter_weights(config: DecoderConfig, target: str, rank: int) -> dict[str, 
 def _layer_axes(config, params) -> dict[str, tuple[str | None, ...]]:
   """Logical axes of every stacked weight in `params`, adapters among them."""
   axes = logical_axes(config)
-  for target in LINEAR:
+  for target in layers.LINEAR:
     if f"{target}_a" in params:
       axes |= {name: weight.axes for name, weight in adapter_weights(config, target, 1).items()}
   return {name: of for name, of in axes.items() if of[0] == "layers"}
@@ -164,7 +159,7 @@ def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment
   """
   axes = _layer_axes(config, params)
   token_rt, position_rt, segment_rt = (sharding.constrain(x, "row", None) for x in (token_rt, position_rt, segment_rt))
-  sin, cos = rotary(config, position_rt)
+  sin, cos = _rotary(config, position_rt)
   context = attention.context(segment_rt, config.attention)
 
   def layer(x, w):
@@ -174,9 +169,9 @@ def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment
 
   if REMAT[config.remat]:
     layer = jax.checkpoint(layer, policy=REMAT[config.remat])
-  x = lookup(params["embed"], token_rt, config.dtype)
+  x = layers.lookup(params["embed"], token_rt, config.dtype)
   x, _ = jax.lax.scan(layer, x, {name: params[name] for name in axes}, unroll=config.unroll)
-  return norm(x, params["final_norm"], config.norm_eps)
+  return layers.norm(x, params["final_norm"], config.norm_eps)
 
 
 class Cache(NamedTuple):
@@ -200,8 +195,8 @@ def unstack(config: DecoderConfig, params: Params) -> Params:
   """Parameters for `extend`: the dtypes of a forward pass, layers as a tuple of trees, since unrolled layers decode faster."""
   names = _layer_axes(config, params)
   cast = {name: value.astype(seen_dtype(config, name)) for name, value in params.items()}
-  layers = tuple({name: cast[name][i] for name in names} for i in range(config.num_layers))
-  return {name: value for name, value in cast.items() if name not in names} | {"layers": layers}
+  stacked = tuple({name: cast[name][i] for name in names} for i in range(config.num_layers))
+  return {name: value for name, value in cast.items() if name not in names} | {"layers": stacked}
 
 
 def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: Cache, lane_b=None):
@@ -211,7 +206,7 @@ def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: 
   lane_b: the lanes of the cache that the rows of token_bt belong to; None is all of them in order.
   `params` comes from `unstack`.
   """
-  sin, cos = rotary(config, position_bt)
+  sin, cos = _rotary(config, position_bt)
   x = params["embed"][token_bt]
   keys, values = [], []
   for w, key, value in zip(params["layers"], cache.keys, cache.values):
@@ -222,120 +217,32 @@ def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: 
     x = x + mlp(config, w, x)
     keys.append(key)
     values.append(value)
-  return norm(x, params["final_norm"], config.norm_eps), Cache(tuple(keys), tuple(values))
+  return layers.norm(x, params["final_norm"], config.norm_eps), Cache(tuple(keys), tuple(values))
+
+
+def _rotary(config: DecoderConfig, position_rt):
+  return layers.rotary(position_rt, config.head_dim, config.rope_theta, config.rope_scaling)
 
 
 def project(config: DecoderConfig, w, x, sin, cos):
   """Queries [., T, H, K], keys and values [., T, G, K] of a layer's input, positions rotated in."""
-  y = norm(x, w["attention_norm"], config.norm_eps)
-  q, k, v = (apply(w, name, y) for name in ("q", "k", "v"))
+  y = layers.norm(x, w["attention_norm"], config.norm_eps)
+  q, k, v = (layers.apply(w, name, y) for name in ("q", "k", "v"))
   if config.qkv_bias:
     # In the bias's own dtype, so that its gradient is summed in it.
     q, k, v = ((z + w[f"{name}_bias"]).astype(z.dtype) for z, name in ((q, "q"), (k, "k"), (v, "v")))
   if config.qk_norm:
-    q, k = norm(q, w["q_norm"], config.norm_eps), norm(k, w["k_norm"], config.norm_eps)
-  return rotate(q, sin, cos), rotate(k, sin, cos), v
+    q, k = layers.norm(q, w["q_norm"], config.norm_eps), layers.norm(k, w["k_norm"], config.norm_eps)
+  return layers.rotate(q, sin, cos), layers.rotate(k, sin, cos), v
 
 
 def finish(w, mixed_rthk):
-  return apply(w, "o", mixed_rthk)
+  return layers.apply(w, "o", mixed_rthk)
 
 
 def mlp(config: DecoderConfig, w, x):
-  y = norm(x, w["mlp_norm"], config.norm_eps)
-  return apply(w, "down", jax.nn.silu(apply(w, "gate", y)) * apply(w, "up", y))
-
-
-# Logical axes of each linear layer's weight, inputs first.
-AXES = {"q": ("width", "heads", "head_dim"), "k": ("width", "kv_heads", "head_dim"), "v": ("width", "kv_heads", "head_dim"),
-        "o": ("heads", "head_dim", "width"), "gate": ("width", "mlp"), "up": ("width", "mlp"), "down": ("mlp", "width")}
-
-
-def apply(w, name: str, x):
-  """x W, plus (x A) B where the layer has an adapter: two thin products, the matrix A B is never made."""
-  inputs, y = LINEAR[name], linear(x, w[name], AXES[name])
-  if f"{name}_a" not in w:
-    return y
-  low_rtz = linear(x, w[f"{name}_a"], (*AXES[name][:inputs], None))
-  return y + linear(low_rtz, w[f"{name}_b"], (None, *AXES[name][inputs:]))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear(x, w, axes: tuple[str | None, ...]):
-  """x W of activations x [R, T, inputs ...] and a master weight W [inputs ..., outputs ...] as it lies on the mesh.
-
-  The weight is cast to x's dtype first and gathered along `fsdp` after that. Its gradient is summed in the master's
-  own dtype, over the tokens and over the devices, and each device keeps its part. It is written as x^T g: what
-  differentiation writes is (g^T x)^T, for which XLA's CPU backend computes g, the whole derivative of the gated
-  unit, a second time into a transposed copy against the order of memory, and an MLP's forward and backward pass
-  takes 1.8 times as long (8 rows of 192 tokens, width 128, MLP width 384).
-  """
-  ins, outs = _letters(x, w)
-  return jnp.einsum(f"rt{ins},{ins}{outs}->rt{outs}", x, _for_product(x, w, axes),
-                    out_sharding=_of_activation(axes[len(ins):]))
-
-
-def _linear_forward(x, w, axes):
-  return linear(x, w, axes), (x, w)
-
-
-def _linear_backward(axes, saved, g):
-  x, w = saved
-  ins, outs = _letters(x, w)
-  meshed = sharding.meshed()
-  like = lambda value: jax.typeof(value).sharding if meshed else None
-  return (jnp.einsum(f"rt{outs},{ins}{outs}->rt{ins}", g, _for_product(x, w, axes), out_sharding=like(x)),
-          jnp.einsum(f"rt{ins},rt{outs}->{ins}{outs}", x, g, preferred_element_type=w.dtype, out_sharding=like(w)))
-
-
-linear.defvjp(_linear_forward, _linear_backward)
-
-
-def _letters(x, w):
-  inputs = x.ndim - 2
-  return "ab"[:inputs], "yz"[:w.ndim - inputs]
-
-
-def _for_product(x, w, axes):
-  return sharding.gathered(w.astype(x.dtype), axes)
-
-
-def _of_activation(axes):
-  """The sharding of an activation with these axes after rows and tokens; its width is whole."""
-  if not sharding.meshed():
-    return None
-  return sharding.spec("row", None, *(None if axis == "width" else axis for axis in axes))
-
-
-def norm(x, scale, eps):
-  """RMSNorm in float32: x / sqrt(mean(x^2) + eps) * scale."""
-  y = x.astype(jnp.float32)
-  y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-  return (y * scale).astype(x.dtype)
-
-
-def rotary(config: DecoderConfig, position_rt):
-  """Sines and cosines [R, T, K/2] of the rotary embedding, in float32."""
-  half = config.head_dim // 2
-  frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  if config.rope_scaling:
-    frequency = _llama3_frequency(frequency, *config.rope_scaling)
-  angle = position_rt[..., None].astype(jnp.float32) * frequency
-  return jnp.sin(angle), jnp.cos(angle)
-
-
-def _llama3_frequency(frequency, factor, low, high, original):
-  wavelength = 2 * math.pi / frequency
-  smooth = (original / wavelength - low) / (high - low)
-  middle = (1 - smooth) * frequency / factor + smooth * frequency
-  return jnp.where(wavelength < original / high, frequency, jnp.where(wavelength > original / low, frequency / factor, middle))
-
-
-def rotate(x_rthk, sin, cos):
-  """Rotates the two halves of the head dimension (Hugging Face's layout of the weights)."""
-  a, b = jnp.split(x_rthk.astype(jnp.float32), 2, axis=-1)
-  sin, cos = sin[:, :, None], cos[:, :, None]
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_rthk.dtype)
+  y = layers.norm(x, w["mlp_norm"], config.norm_eps)
+  return layers.apply(w, "down", jax.nn.silu(layers.apply(w, "gate", y)) * layers.apply(w, "up", y))
 
 
 def output_weight(config: DecoderConfig, params: Params):
@@ -346,23 +253,3 @@ def logits(config: DecoderConfig, params: Params, hidden_btd) -> jax.Array:
   """float32 logits [B, T, V]."""
   weight = output_weight(config, params).astype(config.dtype)
   return jnp.einsum("btd,vd->btv", hidden_btd, weight, preferred_element_type=jnp.float32)
-
-
-def lookup(embed_vd, token_rt, dtype):
-  """Rows of the embedding in `dtype`, [R, T, D].
-
-  Each device looks up all tokens of its `fsdp` group in the part of the table that it holds, and they exchange rows
-  for columns: what travels is the activations, never the table or its gradient.
-  """
-  if not sharding.meshed():
-    return embed_vd[token_rt].astype(dtype)
-
-  @functools.partial(jax.shard_map, in_specs=(sharding.spec("vocabulary", "width"), sharding.spec("row", None)),
-                     out_specs=sharding.spec("row", None, None))
-  def local(embed, token):
-    index = jax.lax.all_gather(token, "fsdp", tiled=True) - jax.lax.axis_index("tensor") * embed.shape[0]
-    here = (index >= 0) & (index < embed.shape[0])
-    columns = jnp.where(here[..., None], embed[jnp.clip(index, 0, embed.shape[0] - 1)], 0).astype(dtype)
-    return jax.lax.all_to_all(jax.lax.psum(columns, "tensor"), "fsdp", split_axis=0, concat_axis=2, tiled=True)
-
-  return local(embed_vd, token_rt)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stratified.policy import decoder
+from stratified.policy import decoder, layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +27,17 @@ class LoraConfig:
 
   rank: int
   alpha: float
-  targets: tuple[str, ...] = tuple(decoder.LINEAR)
+  targets: tuple[str, ...] = tuple(layers.LINEAR)
 
   def __post_init__(self):
     if self.rank < 1:
       raise ValueError(f"lora.rank={self.rank} must be at least 1; 0 in a run's config trains all parameters instead")
     if not (self.alpha > 0 and math.isfinite(self.alpha)):
       raise ValueError(f"lora.alpha={self.alpha} must be positive and finite; rank or twice the rank is usual")
-    unknown = [target for target in self.targets if target not in decoder.LINEAR]
+    unknown = [target for target in self.targets if target not in layers.LINEAR]
     if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
       raise ValueError(f"lora.targets={','.join(self.targets)!r} must name each layer once, one at least, out of "
-                       f"{','.join(decoder.LINEAR)}")
+                       f"{','.join(layers.LINEAR)}")
 
   @property
   def scaling(self) -> float:
@@ -51,12 +51,12 @@ def weights(config: decoder.DecoderConfig, lora: LoraConfig) -> dict[str, decode
   """
   table = decoder.weights(config)
   for target in lora.targets:
-    inputs = 1 + decoder.LINEAR[target]
+    inputs = 1 + layers.LINEAR[target]
     most = min(math.prod(table[target].shape[1:inputs]), math.prod(table[target].shape[inputs:]))
     if lora.rank >= most:
       raise ValueError(f"lora.rank={lora.rank} must be below {most}, the rank of {target}; lower it, or leave {target} "
                        "out of lora.targets")
-  return {name: weight for target in decoder.LINEAR if target in lora.targets
+  return {name: weight for target in layers.LINEAR if target in lora.targets
           for name, weight in decoder.adapter_weights(config, target, lora.rank).items()}
 
 
@@ -65,7 +65,7 @@ def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> dec
 
   A layer's A depends on the key and the layer alone, not on which others have adapters.
   """
-  order = {f"{target}_a": number for number, target in enumerate(decoder.LINEAR)}
+  order = {f"{target}_a": number for number, target in enumerate(layers.LINEAR)}
   return {name: decoder.initial(weight, jax.random.fold_in(key, order.get(name, 0)))
           for name, weight in weights(config, lora).items()}
 
@@ -81,7 +81,7 @@ def merge(config: decoder.DecoderConfig, lora: LoraConfig, frozen: decoder.Param
   merged = dict(frozen)
   for target in lora.targets:
     # Of each of the layers l: inputs i or h k, outputs o ...; the einsum names them by their place.
-    inputs = "abc"[:decoder.LINEAR[target]]
+    inputs = "abc"[:layers.LINEAR[target]]
     outputs = "def"[:frozen[target].ndim - 1 - len(inputs)]
     delta = jnp.einsum(f"l{inputs}z,lz{outputs}->l{inputs}{outputs}", adapters[f"{target}_a"], adapters[f"{target}_b"],
                        precision=jax.lax.Precision.HIGHEST)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stratified.policy import decoder, hugging_face, lora as adapters_, tensor_files
+from stratified.policy import decoder, hugging_face, layers, lora as adapters_, tensor_files
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -57,7 +57,7 @@ def adapter_config(lora: adapters_.LoraConfig, base: str) -> dict[str, Any]:
 
 
 def _ordered(lora) -> list[str]:
-  return [target for target in decoder.LINEAR if target in lora.targets]
+  return [target for target in layers.LINEAR if target in lora.targets]
 
 
 def _module(target, layer) -> str:

@@ -119,5 +119,10 @@ def open_dense(directory: str | os.PathLike, encoder: QueryEncoder, *,
   manifests.check_corpus(directory, manifest["corpus"], passages.manifest)
   rerank = manifest["index"]["rerank"] if rerank is None else rerank
   manifest["index"]["rerank"] = rerank
+  vectors = directory.parent / "embeddings"
+  if rerank and not (vectors / "manifest.json").is_file():
+    raise FileNotFoundError(
+        f"{directory} scores {rerank} candidates again with the vectors in {vectors}, which is not there; copy that "
+        "folder too, or run experiments/build_index.py with --rerank=0, which leaves the index as it is.")
   return Dense(index, passages, encoder, manifest, rerank=rerank,
-               embeddings=Embeddings(directory.parent / "embeddings") if rerank else None)
+               embeddings=Embeddings(vectors) if rerank else None)

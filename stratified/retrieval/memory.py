@@ -23,10 +23,11 @@ class IndexConfig:
   links, ef_construction, ef_search: hnsw's neighbours of a node (twice that at the bottom), and how many
     candidates are held while building and searching.
   lists, probes: cells of ivf_*, and how many of them a query looks into. 0: the power of two nearest 4
-    sqrt(count); a sixteenth of the cells, at least 8.
+    sqrt(count); 256, or a 64th of the cells where that is more.
   code_bytes: bytes of a vector in ivf_pq, a divisor of the dimension; 0 is the one nearest dimension / 4.
   training_vectors: sample that cells and codes are fitted to; 0 is 64 a cell.
-  rerank: candidates that are scored again with the float16 vectors on disk, for approximate codes; 0 is none.
+  rerank: candidates that are scored again with the float16 vectors on disk, for approximate codes; 0 is none, -1
+    is 50 for ivf_pq and none for the others.
   """
 
   kind: str = "flat"
@@ -38,7 +39,7 @@ class IndexConfig:
   probes: int = 0
   code_bytes: int = 0
   training_vectors: int = 0
-  rerank: int = 0
+  rerank: int = -1
 
   def __post_init__(self):
     if self.kind not in KINDS:
@@ -48,15 +49,18 @@ class IndexConfig:
     for name in ("links", "ef_construction", "ef_search"):
       if getattr(self, name) < 2:
         raise ValueError(f"{name}={getattr(self, name)} must be at least 2.")
-    for name in ("lists", "probes", "code_bytes", "training_vectors", "rerank"):
+    if self.rerank < -1:
+      raise ValueError(f"rerank={self.rerank} must be at least 0, or -1 to choose by the kind.")
+    for name in ("lists", "probes", "code_bytes", "training_vectors"):
       if getattr(self, name) < 0:
         raise ValueError(
             f"{name}={getattr(self, name)} must be at least 0; 0 chooses by the size of the corpus.")
 
   def settled(self, count: int, dimension: int) -> "IndexConfig":
     """The same with every 0 replaced that means "by the size of the corpus"; refuses what can't be fitted."""
+    rerank = self.rerank if self.rerank >= 0 else 50 if self.kind == "ivf_pq" else 0
     if not self.kind.startswith("ivf"):
-      return self
+      return dataclasses.replace(self, rerank=rerank)
     lists = self.lists or min(2 ** round(math.log2(4 * math.sqrt(count))), max(1, count // _MIN_TRAINING))
     if lists * _MIN_TRAINING > count and lists > 1:
       raise ValueError(
@@ -75,8 +79,8 @@ class IndexConfig:
       raise ValueError(f"training_vectors={wanted:,} is too few for {lists} lists; give at least "
                        f"{lists * _MIN_TRAINING:,}, or 0.")
     return dataclasses.replace(
-        self, lists=lists, probes=min(lists, self.probes or max(8, lists // 16)), code_bytes=code,
-        training_vectors=min(count, wanted))
+        self, lists=lists, probes=min(lists, self.probes or max(256, lists // 64)), code_bytes=code,
+        training_vectors=min(count, wanted), rerank=rerank)
 
 
 def index_bytes(config: IndexConfig, count: int, dimension: int) -> int:
