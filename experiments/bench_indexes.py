@@ -217,7 +217,7 @@ def main() -> None:
                  help="folder of SET.jsonl with evidence_ids")
   p.add_argument("--kinds", nargs="+", default=["flat", "hnsw", "ivf_pq", "ivf_sq"],
                  help="the first is what others are compared with")
-  p.add_argument("--depths", nargs="+", type=int, default=[50], help="of the hybrid")
+  p.add_argument("--depths", nargs="+", type=int, default=[10], help="of the hybrid")
   p = commands.add_parser("scale")
   p.add_argument("--counts", nargs="+", type=int, default=[1_000_000])
   p.add_argument("--kinds", nargs="+", default=list(memory.KINDS), choices=memory.KINDS)

@@ -154,7 +154,7 @@ def _micro_loss(config, token_loss, weigh, whole, reference, batch, advantage_qk
     logp, entropy = log_probs_of(whole(params), micro)
     reference_logp = None
     if reference is not None:
-      reference_logp = jax.lax.stop_gradient(jax.lax.optimization_barrier(log_probs_of(reference, micro))[0])
+      reference_logp = jax.lax.stop_gradient(log_probs_of(reference, micro)[0])
     loss, mean_stats, max_stats = token_loss(logp, entropy, reference_logp, advantage, micro)
     mask = micro.loss_mask_art
     # Padding may hold anything, infinities too: select, never multiply.

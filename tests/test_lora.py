@@ -170,11 +170,12 @@ def start(mesh):
   return step, state, batch
 
 
-def test_the_policy_starts_at_its_reference_exactly_and_only_adapters_move(mesh):
+def test_the_policy_starts_at_its_reference_and_only_adapters_move(mesh):
   step, state, batch = start(mesh)
   before = jax.device_get(state.params)
   state, stats = step(state, batch)
-  assert float(stats["loss/kl"]) == 0.0 and stats["grad/norm"] > 0
+  # Equal weights: what is left is rounding, (1e-7)^2 in k3, where the two passes are compiled differently.
+  assert 0 <= float(stats["loss/kl"]) < 1e-12 and stats["grad/norm"] > 0
   after = jax.device_get(state.params)
   assert all((before[name] != after[name]).any() == name.endswith("_b") for name in before)  # dL/dA = 0 while B = 0
   state, stats = step(state, batch)

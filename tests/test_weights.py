@@ -47,7 +47,8 @@ def whole(tmp_path_factory):
 def test_training_starts_at_the_reference_and_samples_from_merged_weights(whole):
   training = [row for row in test_train.rows(whole) if "reward/mean" in row]
   assert [row["step"] for row in training] == [1, 2, 3, 4]
-  assert training[0]["loss/kl"] == 0.0
+  # The same function of the same weights; the compiler may round its two passes otherwise, in k3 squared: (1e-7)^2.
+  assert 0 <= training[0]["loss/kl"] < 1e-12 < training[3]["loss/kl"]
   for row in training:
     assert set(test_train.KEYS) <= row.keys() and row["update/skipped"] == 0
     assert row["policy/logp_gap_max"] < 1e-4  # the sampler adds A B to W, the trainer to x W
@@ -99,7 +100,7 @@ def test_its_export_is_the_policy_that_it_evaluated(whole, tmp_path):
   assert step == 4
   found = hugging_face.load_params(tmp_path / "out", weights.model)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found, dict(policy))
-  earlier, _ = weights.restore_policy(whole, step=0)
+  earlier, _ = weights.restore_policy(whole, step=2)
   assert any((np.asarray(earlier[name]) != np.asarray(value)).any() for name, value in policy.items())
 
 
