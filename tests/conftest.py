@@ -1,6 +1,9 @@
 """Fixtures that several test files share."""
 
 import jax
+import sys
+import types
+
 from absl import flags
 import pytest
 
@@ -13,13 +16,39 @@ def mesh():
   return sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
 
 
+FLAGS_OF = {}  # (program's module, flag's name) -> flag
+
+
 def pytest_configure():
-  """Programs are imported side by side here, though each has its process and its flags to itself: the last one's count."""
+  """Programs are imported side by side here, though each has its process and its flags to itself."""
   define = flags.FlagValues.__setitem__
 
   def replace(values, name, flag):
     if name in values:
       delattr(values, name)
     define(values, name, flag)
+    frame = sys._getframe(1)
+    while frame and not frame.f_globals["__name__"].startswith("experiments."):
+      frame = frame.f_back
+    if frame:
+      FLAGS_OF[frame.f_globals["__name__"], name] = flag
 
   flags.FlagValues.__setitem__ = replace
+
+
+@pytest.fixture(scope="module", autouse=True)
+def flags_of_its_programs(request):
+  """Each test file finds the flags of the programs that it imports, not those of a file read later."""
+  programs = {value.__name__ for value in vars(request.module).values() if isinstance(value, types.ModuleType)}
+  own = {name: flag for (module, name), flag in FLAGS_OF.items() if module in programs}
+  others = {name: flags.FLAGS[name] for _, name in FLAGS_OF if name in flags.FLAGS}
+  _exchange(others, own)
+  yield
+  _exchange(own, others)
+
+
+def _exchange(old, new):
+  for name in old:
+    delattr(flags.FLAGS, name)
+  for name, flag in new.items():
+    flags.FLAGS[name] = flag

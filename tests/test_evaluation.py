@@ -204,12 +204,12 @@ def test_a_method_is_a_preset_with_another_protocol(name):
   assert small.rollout.protocol == f"{name}_few_shot" and large.rollout.protocol == name
   assert small.policy.checkpoint == search_r1.get_config("smollm2").policy.checkpoint and large.rollout.chat_template
   for config in (small, large):
-    protocol = worlds.PROTOCOLS[config.rollout.protocol](render=None)
+    protocol = worlds.TAGS[config.rollout.protocol](render=None)
     assert protocol.searches[0] <= config.rollout.max_turns
 
 
 def test_every_protocol_takes_a_chat_template():
-  for name, make in worlds.PROTOCOLS.items():
+  for name, make in worlds.TAGS.items():
     assert "<user>" in make(render=lambda message: f"<user>{message}").prompt("Who?"), name
 
 
