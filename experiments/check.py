@@ -3,6 +3,8 @@
 import math
 import pathlib
 
+import jax
+
 from experiments import build, servers, worlds
 from stratified import advantages, losses, metrics
 from stratified.policy import attention, lora
@@ -11,10 +13,39 @@ from stratified.retrieval import client
 
 def check(config) -> None:
   """Refuses, in one sentence each, what can't run: before anything is loaded, written or compiled."""
-  _one_of("data.name", config.data.name, ("encyclopedia", "files"))
-  _one_of("sampler.name", config.sampler.name, ("jax", "sglang"))
+  check_settings(config)
   if config.sampler.name == "sglang":
     servers.settings(config)
+  if config.rollout.protocol == "tool_calls" and not config.policy.checkpoint:
+    raise ValueError("rollout.protocol='tool_calls' needs policy.checkpoint: the calls' form comes with a model's chat template")
+  if config.rollout.chat_template and not config.policy.checkpoint:
+    raise ValueError("rollout.chat_template=True needs policy.checkpoint: the template comes with a model's directory")
+  if config.data.name == "files":
+    if config.warm_start.num_steps:
+      raise ValueError(f"warm_start.num_steps={config.warm_start.num_steps} must be 0 with data.name='files': "
+                       "demonstrations are scripted for the generated encyclopedia alone")
+    _check_files(config)
+    worlds.protocol(config)
+  else:
+    worlds.encyclopedia_settings(config.data)
+  _check_retriever(config.retriever)
+  if config.warm_start.num_steps:
+    if config.rollout.protocol != "short":
+      raise ValueError(f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
+                       f"{config.warm_start.num_steps}: the demonstrations are scripted in its tags; the methods of "
+                       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2")
+    worlds.demonstration_config(config)
+    build.optimizer(config, warm_start=True)
+  _check_devices(config)
+  model = build.model_config(config)
+  build.check_split(config, build.mesh_of(config), model)
+  check_adapter(config, model)
+
+
+def check_settings(config) -> None:
+  """The part of `check` that needs neither files nor devices."""
+  _one_of("data.name", config.data.name, ("encyclopedia", "files"))
+  _one_of("sampler.name", config.sampler.name, ("jax", "sglang"))
   _one_of("retriever.name", config.retriever.name, ("bm25", "dense", "hybrid", "http"))
   _one_of("rollout.protocol", config.rollout.protocol, worlds.PROTOCOLS)
   _one_of("loss.kl_estimator", config.loss.kl_estimator, losses.KL_ESTIMATORS)
@@ -40,29 +71,16 @@ def check(config) -> None:
   build.partition(config)
   worlds.limits(config)
   build.optimizer(config)
-  if config.rollout.protocol == "tool_calls" and not config.policy.checkpoint:
-    raise ValueError("rollout.protocol='tool_calls' needs policy.checkpoint: the calls' form comes with a model's chat template")
-  if config.rollout.chat_template and not config.policy.checkpoint:
-    raise ValueError("rollout.chat_template=True needs policy.checkpoint: the template comes with a model's directory")
-  if config.data.name == "files":
-    if config.warm_start.num_steps:
-      raise ValueError(f"warm_start.num_steps={config.warm_start.num_steps} must be 0 with data.name='files': "
-                       "demonstrations are scripted for the generated encyclopedia alone")
-    _check_files(config)
-    worlds.protocol(config)
-  else:
-    worlds.encyclopedia_settings(config.data)
-  _check_retriever(config.retriever)
-  if config.warm_start.num_steps:
-    if config.rollout.protocol != "short":
-      raise ValueError(f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
-                       f"{config.warm_start.num_steps}: the demonstrations are scripted in its tags; the methods of "
-                       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2")
-    worlds.demonstration_config(config)
-    build.optimizer(config, warm_start=True)
-  model = build.model_config(config)
-  build.check_split(config, build.mesh_of(config), model)
-  _check_adapter(config, model)
+
+
+def _check_devices(config):
+  name, here = config.policy.attention, jax.default_backend()
+  only = {"cudnn": "gpu", "splash": "tpu"}.get(name, here)
+  if only != here:
+    raise ValueError(f"policy.attention={name!r} runs on a {only.upper()} alone, and jax has a {here.upper()} here; leave it at auto")
+  if config.sampler.devices > len(jax.local_devices()):
+    raise ValueError(f"sampler.devices={config.sampler.devices} is more than the {len(jax.local_devices())} devices of this "
+                     "process; 0 takes all of them")
 
 
 # field -> (least, most, what holds beside it); a field is checked where the config has it.
@@ -72,7 +90,7 @@ _ANY, _TINY = math.inf, 1e-12
 RANGES = {
     "seed": (0, 2**31 - 1), "num_steps": (1, _ANY), "data.questions_per_step": (1, _ANY),
     "rollout.samples_per_question": (1, _ANY), "rollout.temperature": (_TINY, _ANY), "rollout.top_p": (_TINY, 1),
-    "sampler.lanes": (1, _ANY), "sampler.block": (1, _ANY), "sampler.rows": (1, _ANY), "sampler.devices": (0, _ANY),
+    "sampler.lanes": (1, 65536), "sampler.block": (1, _ANY), "sampler.rows": (1, _ANY), "sampler.devices": (0, _ANY),
     "sampler.prefill_tokens": (1, _ANY),
     "warm_start.num_steps": (0, _ANY), "warm_start.demonstrations_per_step": (1, _ANY),
     "warm_start.encyclopedias": (1, _ANY), "warm_start.context_weight": (0, _ANY),
@@ -103,7 +121,7 @@ def _check_ranges(config):
                      "each head takes an equal part, of which rotary positions turn pairs")
 
 
-def _check_adapter(config, model):
+def check_adapter(config, model):
   adapter = build.adapter(config)
   if adapter is None:
     return
@@ -139,6 +157,10 @@ def _check_files(config):
   if not (pathlib.Path(config.policy.checkpoint) / "config.json").exists():
     raise FileNotFoundError(f"policy.checkpoint={config.policy.checkpoint!r} holds no model (no config.json); "
                             f"to get it: {fetch}")
+  most = metrics.read_object(pathlib.Path(config.policy.checkpoint) / "config.json").get("max_position_embeddings")
+  if isinstance(most, int) and config.rollout.max_tokens > most:
+    raise ValueError(f"rollout.max_tokens={config.rollout.max_tokens} is more than the {most} positions that the model of "
+                     f"policy.checkpoint={config.policy.checkpoint!r} was made for; lower it")
   # A server, or a dense index, has its passages elsewhere.
   names = ["questions"] + ["evaluation"] * bool(config.data.evaluation) + ["corpus"] * (config.retriever.name in ("bm25", "hybrid"))
   for name in names:

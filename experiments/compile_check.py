@@ -27,12 +27,13 @@ _CPU = next((int(part.rpartition(":")[2]) for part in sys.argv if "cpu:" in part
 if _CPU:  # before jax starts
   os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={_CPU}"
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no TPU is asked for here: its library need not look for one
 sys.path.insert(0, str(_LIBTPU))
 
 import jax
 from ml_collections import config_flags
 
-from experiments import build, compiled
+from experiments import build, check, compiled
 from stratified import costs
 from stratified.policy import sizes
 
@@ -75,6 +76,7 @@ def main(_) -> None:
   config, start = _CONFIG.value, time.perf_counter()
   try:
     devices, platform, device = devices_of(_TOPOLOGY.value)
+    check.check_settings(config)
     model = decoder_of(config, platform)
     if _LAYERS.value:
       model = dataclasses.replace(model, num_layers=_LAYERS.value)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import build
+from experiments import build, check
 from stratified import batching, costs, hlo, sharding, update
 from stratified.policy import decoder, layers
 from stratified.rollout import jax_sampler, lane_programs
@@ -45,10 +45,13 @@ class Plan:
     return math.ceil(self.rollouts * self.tokens / (FULL * self.packing.rows * self.packing.length))
 
   def check(self) -> None:
-    """Raises ValueError for sizes that the mesh can't split or a chunk that does not fit, before anything is compiled."""
+    """Raises ValueError, in one sentence, for what could not run, before anything is compiled."""
+    check.check_settings(self.config)
     build.check_split(self.config, self.mesh, self.model)
-    if self.config.policy.logit_chunk and self.packing.length % self.config.policy.logit_chunk:
-      raise ValueError(f"policy.logit_chunk={self.config.policy.logit_chunk} does not divide packing.row_length={self.packing.length}")
+    check.check_adapter(self.config, self.model)
+    if self.tokens > self.config.rollout.max_tokens:
+      raise ValueError(f"--tokens={self.tokens:g} is more than rollout.max_tokens={self.config.rollout.max_tokens}, the most that a "
+                       "rollout can have")
 
 
 def state_of(plan: Plan):

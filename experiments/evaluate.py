@@ -109,7 +109,7 @@ def _config(workdir: pathlib.Path):
   """The config to evaluate with, and whether it is that of a run in the workdir."""
   stored = workdir / "config.json"
   if stored.exists():
-    return evaluation.for_evaluation(ml_collections.ConfigDict(json.loads(stored.read_text()))), True
+    return evaluation.for_evaluation(ml_collections.ConfigDict(metrics.read_object(stored))), True
   if _CONFIG.value is None:
     raise ValueError(f"{workdir} holds no run (no config.json): train one there, or name a preset with "
                      "--config=configs/search_r1.py:PRESET")
@@ -143,7 +143,7 @@ def _folder(step: int | None, temperature: float) -> str:
 def _sets_of_step(workdir: pathlib.Path, step: int) -> dict:
   """The sets that evaluation.json knows of the same step: evaluating others must not forget them."""
   path = workdir / "evaluation.json"
-  known = json.loads(path.read_text()) if path.exists() else {}
+  known = metrics.read_object(path) if path.exists() else {}
   return known.get("sets", {}) if known.get("step") == step else {}
 
 

@@ -24,6 +24,7 @@ from ml_collections import config_flags
 
 from experiments import build
 from experiments.weights import Weights
+from stratified import metrics
 from stratified.data import tokenizer as tokenizers
 from stratified.policy import decoder, hugging_face, peft, tensor_files
 
@@ -76,9 +77,11 @@ def check_output(output: pathlib.Path) -> None:
 
 def replace(output: pathlib.Path, write, origin: dict) -> None:
   """Has `write` fill a folder beside `output`, then puts it in its place."""
-  output = output.absolute()
+  output = output.resolve()  # a link stays, and what it points to is replaced
   partial, old = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "old"))
   output.parent.mkdir(parents=True, exist_ok=True)
+  if old.exists() and not output.exists():  # a call before this one was killed between its two renames
+    os.rename(old, output)
   for left_over in (partial, old):
     shutil.rmtree(left_over, ignore_errors=True)
   partial.mkdir()
@@ -159,7 +162,7 @@ def main(_) -> None:
     if workdir is None:
       config = _CONFIG.value
     elif (workdir / "config.json").is_file():
-      config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text(encoding="utf-8")))
+      config = ml_collections.ConfigDict(metrics.read_object(workdir / "config.json"))
     else:
       raise ValueError(f"{workdir} holds no run (no config.json)")
     output = pathlib.Path(_OUTPUT.value)

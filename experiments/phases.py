@@ -19,6 +19,10 @@ EVALUATION_STEP = 2**30  # names the random keys of evaluation, which greedy dec
 CHUNK = 256  # held-out questions in flight; more would only delay the progress line
 
 
+class Diverged(RuntimeError):
+  """Updates that are not finite, again and again; the sentence says what was kept and what helps."""
+
+
 class Stop:
   """`asked` turns true at Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
 
@@ -58,7 +62,7 @@ def warm_start(config, mesh, world, model: decoder.DecoderConfig, writer, checkp
       loss = float(stats["warm_start/loss"])
       writer.write({"warm_start/step": step, "warm_start/loss": loss, "grad/norm": float(stats["grad/norm"])})
       if int(state.skipped_in_a_row) >= 3:
-        raise RuntimeError(f"the warm start's loss is not finite at step {step}; "
+        raise Diverged(f"the warm start's loss is not finite at step {step}; "
                            "lower --config.warm_start.learning_rate in a new workdir")
       checkpointer.save(step, state, force=step == total)
       progress.update(1, note=f"loss {loss:.3f}")
@@ -172,7 +176,7 @@ def record(workdir: pathlib.Path, parts: dict) -> None:
   if not processes.is_first():
     return
   path = workdir / "evaluation.json"
-  known = json.loads(path.read_text()) if path.exists() else {}
+  known = metrics.read_object(path) if path.exists() else {}
   metrics.write_atomic(path, json.dumps(known | parts, indent=2) + "\n")
 
 

@@ -8,16 +8,18 @@ Writes under --out (data/), as the presets `base` and `instruct` name them: nq_h
 benchmarks/SET.jsonl, wiki18.jsonl, and manifest.json with counts, SHA-256, licences, sources and duplicates. Read are
 FlashRAG's JSON Lines, verl's parquet, the sets' own files, and Wikipedia as JSON Lines or DPR's tsv; a folder stands for
 all files in it. Questions that stand in training and in a benchmark are reported, and left out of training with
---remove_duplicates. Downloads are checked, and resumed by the same command.
+--remove_duplicates; compared is all that OUT then holds, so that the order of the calls does not matter. Downloads are checked, and resumed by the same command.
 """
 
+from collections import Counter
 import json
+import os
 import pathlib
 import sys
 
 from absl import app, flags
 
-from stratified.data import download, duplicates, formats, prepare
+from stratified.data import download, duplicates, formats, manifest as manifests, prepare
 from stratified.progress import Progress
 
 _OUT = flags.DEFINE_string("out", "data", "The folder to write.")
@@ -48,37 +50,122 @@ def main(_) -> None:
   except ConnectionError as error:
     sys.exit(f"{error}. Without a network, bring the files from a machine that has one and name them: "
              "--train=PATH --test=PATH --corpus=PATH; what has come so far is kept and gone on with")
-  except (ValueError, OSError) as error:
+  except ValueError as error:
     sys.exit(f"{error}")
+  except OSError as error:
+    # The system's own errors bear a number and are no sentence.
+    sys.exit(f"{error}" if error.errno is None else
+             f"{error.filename or 'a file'}: {(error.strerror or '').lower()}; --train, --test and --corpus must name what "
+             "can be read, --out and --raw folders that can be written and have room")
   print(prepared)
 
 
 def prepare_all() -> str:
   """Reads, compares, writes; what a person wants to know of it."""
+  _check_places()
+  out = pathlib.Path(_OUT.value)
+  manifest = manifests.load(out / "manifest.json")
   train, test, corpus = _inputs()
   if not (train or test or corpus):
     raise ValueError("nothing to prepare: name files with --train, --test, --corpus, or --download=all")
-  out = pathlib.Path(_OUT.value)
   training = {name: found for name, found in _questions(train, "train").items() if name in _MIX.value}
   if train and (missing := [name for name in _MIX.value if name not in training]):
     raise ValueError(f"--train holds no questions of {', '.join(missing)}; add their files, or name the sets that the "
                      "mix shall have with --train_sets")
   benchmarks = _questions(test, "test")
-  manifest = _manifest(out)
-  compared = {name: found["records"] for name, found in benchmarks.items()} or _written_benchmarks(out)
-  report = duplicates.find({name: found["records"] for name, found in training.items()}, compared)
-  for name, found in training.items():
-    records = report.kept[name] if _REMOVE.value else found["records"]
-    _write(manifest, out, f"{_NAME.value}/{name}.jsonl", name, found, records)
-  for name, found in benchmarks.items():
-    _write(manifest, out, f"benchmarks/{name}.jsonl", name, found, found["records"])
-  if training or benchmarks:
-    manifest["duplicates"] = {"across": report.across, "within": report.within, "between_training_sets": report.between,
-                              "removed": report.removed if _REMOVE.value else {}}
+  report = _prepare_questions(manifest, out, training, benchmarks) if training or benchmarks else None
   if corpus:
     _write_corpus(manifest, out, corpus)
-  prepare.write_lines(out / "manifest.json", [json.dumps(manifest, indent=2)])
+    _save(manifest, out)
   return _told(manifest, report, out)
+
+
+def _check_places() -> None:
+  """Refuses flags that name no place to write, before anything is fetched or read."""
+  for flag, value in (("train_name", _NAME.value), ("corpus_name", _CORPUS_NAME.value)):
+    if not manifests.is_plain_name(value) or value in ("benchmarks", "raw", "manifest.json"):
+      raise ValueError(f"--{flag}={value} must be a plain name within --out, without separators and .., other than "
+                       "benchmarks, raw and manifest.json")
+  if _NAME.value == _CORPUS_NAME.value:
+    raise ValueError(f"--train_name={_NAME.value} is --corpus_name too; a folder and a file need two names")
+  folders = [("out", pathlib.Path(_OUT.value or "."), _OUT.value)]
+  folders += [("raw", pathlib.Path(_RAW.value), _RAW.value)] if _RAW.value else []
+  for flag, path, value in folders:
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not value or not there.is_dir() or not os.access(there, os.W_OK):
+      raise ValueError(f"--{flag}={value} must name a folder that can be written, there already or new"
+                       + (f"; {there} is none" if value else ""))
+  for name in (_NAME.value, "benchmarks"):
+    if (pathlib.Path(_OUT.value) / name).exists() and not (pathlib.Path(_OUT.value) / name).is_dir():
+      raise ValueError(f"{name} in --out={_OUT.value} must be a folder, but is a file; move it away")
+  for name in (_CORPUS_NAME.value, "manifest.json"):
+    if (pathlib.Path(_OUT.value) / name).is_dir():
+      raise ValueError(f"{name} in --out={_OUT.value} must be a file, but is a folder; move it away")
+
+
+def _prepare_questions(manifest: dict, out: pathlib.Path, training: dict, benchmarks: dict) -> duplicates.Report:
+  """Writes what was read, and of earlier calls' training what loses questions, once everything has been checked."""
+  for name in (*training, *benchmarks):
+    if not manifests.is_plain_name(name):
+      raise ValueError(f"the question set {name!r} can't name a file; name it with SET=PATH")
+  earlier = _written(out / _NAME.value, "train", (".jsonl",), training)
+  compared = _written(out / "benchmarks", "test", (".jsonl", ".jsonl.gz", ".parquet"), benchmarks)
+  compared |= {name: found["records"] for name, found in benchmarks.items()}
+  report = duplicates.find({name: found["records"] for name, found in training.items()} | earlier, compared)
+  writes = {}  # path -> (its records, the rest of its entry)
+  for name in report.kept:
+    path = f"{_NAME.value}/{name}.jsonl"
+    if name in training:
+      records = report.kept[name] if _REMOVE.value else training[name]["records"]
+      writes[path] = records, _entry(name, records, training[name]["sources"])
+    elif _REMOVE.value and report.removed[name]:
+      known = manifest["files"].get(path) or _entry(name, earlier[name], [_source(out / path)])
+      writes[path] = report.kept[name], known
+    elif path in manifest["files"]:
+      # a call that broke off between a file and the manifest
+      manifest["files"][path] |= {"count": len(earlier[name])} | {
+          key: value for key, value in _hashed(out / path).items() if key != "file"}
+  for name, found in benchmarks.items():
+    writes[f"benchmarks/{name}.jsonl"] = found["records"], _entry(name, found["records"], found["sources"])
+  for path, (records, _) in writes.items():
+    if not records:
+      raise ValueError(f"no question of {path.partition('/')[2].removesuffix('.jsonl')} is left to write to {path}: all of "
+                       "its training questions stand in a benchmark; name another training file, or another --train_name")
+    prepare.check_ids(records, path.partition("/")[2])
+  _note_duplicates(manifest, report, compared, {path: entry for path, (_, entry) in writes.items()})
+  for path, (records, entry) in writes.items():
+    manifest["files"][path] = entry | prepare.write_questions(out / path, records)
+    _save(manifest, out)
+  return report
+
+
+def _note_duplicates(manifest: dict, report: duplicates.Report, compared: dict, written: dict) -> None:
+  """manifest["duplicates"], and in the entries of training files what was left out of them, by earlier calls too."""
+  across, removed = {}, {}
+  for name, now in report.removed.items():
+    path = f"{_NAME.value}/{name}.jsonl"
+    entry = written.get(path) or manifest["files"].get(path, {})
+    count, by_benchmark = manifests.left_out(entry)
+    total = dict(Counter(by_benchmark) + Counter({
+        other: report.across.get(f"{name} / {other}", 0) for other in compared}))
+    across |= {f"{name} / {other}": number for other, number in total.items()}
+    if _REMOVE.value and now:
+      count += now
+      entry["left_out"] = {"count": count, "by_benchmark": total}
+    if _REMOVE.value or count:
+      removed[name] = count
+  manifest["duplicates"] = {"across": across, "within": report.within, "between_training_sets": report.between,
+                            "removed": removed}
+
+
+def _written(folder: pathlib.Path, split: str, suffixes: tuple[str, ...], but) -> dict[str, list]:
+  """{set: records} of earlier calls' files in a folder, those of the sets `but` left out: this call replaces them."""
+  found = {}
+  for path in sorted(folder.iterdir() if folder.is_dir() else ()):
+    name = path.name.split(".")[0] if path.name.endswith(suffixes) else None
+    if name and path.is_file() and not (name in but and path.name == f"{name}.jsonl"):
+      found.setdefault(name, []).extend(formats.read(path, name=name, split=split))
+  return found
 
 
 def _inputs():
@@ -93,6 +180,9 @@ def _inputs():
   if "train" in wanted:
     train += [(name, _fetch(FLASHRAG, path)) for name, path in TRAIN_FILES.items() if name in _MIX.value]
   test += [(name, _fetch(FLASHRAG, path)) for name, path in TEST_FILES.items() if {"test", name} & wanted]
+  if corpus and not corpus.is_file():
+    raise ValueError(f"--corpus={corpus} must name one file of passages (.jsonl or .tsv, plain or .gz), but "
+                     f"{'that is a folder' if corpus.is_dir() else 'there is no such file'}")
   if "corpus" in wanted:
     corpus = _fetch(WIKI, CORPUS_FILE)
   return train, test, corpus
@@ -102,6 +192,8 @@ def _pairs(values, split: str) -> list[tuple[str | None, pathlib.Path]]:
   pairs = []
   for value in values:
     name, equals, path = value.partition("=")
+    if not value or equals and "/" not in name and not (name and path):
+      raise ValueError(f"--{split}={value} must be PATH or SET=PATH; what stands there is empty")
     name, path = (name, pathlib.Path(path)) if equals and "/" not in name else (None, pathlib.Path(value))
     files = _files(path, split) if path.is_dir() else [path]
     if not files:
@@ -148,12 +240,15 @@ def _questions(pairs, split: str) -> dict[str, dict]:
   with Progress(None, f"{split} questions read") as progress:
     for name, path in pairs:
       source = formats.named(path)
-      own, sets = source.split if source and source.split else split, set()
+      own, sets, record = source.split if source and source.split else split, set(), None
       for record in formats.read(path, name=name, split=own):
         progress.update()
         if (record["split"] == "train") == (split == "train"):
           found.setdefault(record["data_source"], {"records": [], "sources": []})["records"].append(record)
           sets.add(record["data_source"])
+      if record is None:
+        raise ValueError(f"{path} holds no question, but each file of --{split} must hold at least one; see that it is "
+                         "whole")
       if not sets:
         raise ValueError(f"{path} holds no {split} questions by its name or by its records' split; give it with "
                          f"--{'test' if split == 'train' else 'train'}, or copy it under another name")
@@ -164,21 +259,27 @@ def _questions(pairs, split: str) -> dict[str, dict]:
 
 def _source(path: pathlib.Path) -> dict:
   """Where a file came from: its address if it was downloaded, and its hash."""
-  note = path.with_name(path.name + ".source.json")
-  if note.exists():
-    return {key: json.loads(note.read_text())[key] for key in ("url", "sha256", "bytes")}
+  try:
+    note = json.loads(path.with_name(path.name + ".source.json").read_text())
+    known = {key: note[key] for key in ("url", "sha256", "bytes")}
+    if known["bytes"] == path.stat().st_size:
+      return known
+  except (FileNotFoundError, ValueError, KeyError, TypeError):
+    pass  # no note, or one of a download that was never finished: the file speaks for itself
+  return _hashed(path)
+
+
+def _hashed(path: pathlib.Path) -> dict:
   return {"file": path.name, "sha256": prepare.sha256_of(path), "bytes": path.stat().st_size}
 
 
-def _write(manifest: dict, out: pathlib.Path, path: str, name: str, found: dict, records: list) -> None:
-  if pathlib.PurePosixPath(name).name != name or name.startswith("."):
-    raise ValueError(f"the question set {name!r} can't name a file; name it with SET=PATH")
-  if not records:
-    raise ValueError(f"no question of {name} is left to write to {path}: all of its training questions stand in a "
-                     "benchmark")
-  splits = sorted({record["split"] for record in records})
-  manifest["files"][path] = prepare.write_questions(out / path, records) | {
-      "set": name, "splits": splits, "licence": prepare.licence(name), "sources": found["sources"]}
+def _entry(name: str, records: list, sources: list) -> dict:
+  return {"set": name, "splits": sorted({record["split"] for record in records}), "licence": prepare.licence(name),
+          "sources": sources}
+
+
+def _save(manifest: dict, out: pathlib.Path) -> None:
+  prepare.write_lines(out / "manifest.json", [json.dumps(manifest, indent=2)])
 
 
 def _write_corpus(manifest: dict, out: pathlib.Path, source: pathlib.Path) -> None:
@@ -193,35 +294,23 @@ def _write_corpus(manifest: dict, out: pathlib.Path, source: pathlib.Path) -> No
   manifest["files"][path] = written | {"set": "corpus", "licence": prepare.licence("corpus"), "sources": [origin]}
 
 
-def _manifest(out: pathlib.Path) -> dict:
-  """What an earlier call wrote: files that this one does not make stay in it."""
-  path = out / "manifest.json"
-  if not path.exists():
-    return {"files": {}}
-  try:
-    known = json.loads(path.read_text())
-    return known if isinstance(known["files"], dict) else {"files": {}}
-  except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(f"{path} is no manifest ({error}); move it away") from error
-
-
-def _written_benchmarks(out: pathlib.Path) -> dict[str, list]:
-  """The benchmarks of an earlier call, so that training questions prepared by themselves are compared too."""
-  return {path.stem: list(formats.read(path, name=path.stem, split="test"))
-          for path in sorted((out / "benchmarks").glob("*.jsonl"))}
-
-
-def _told(manifest: dict, report: duplicates.Report, out: pathlib.Path) -> str:
+def _told(manifest: dict, report: duplicates.Report | None, out: pathlib.Path) -> str:
   lines = ["| file | number | MB | licence |", "|---" * 4 + "|"]
   lines += [f"| {path} | {entry['count']:,} | {entry['bytes'] / 1e6:,.1f} | {entry['licence']} |"
             for path, entry in manifest["files"].items()]
   lines += ["", f"in {out}; hashes and sources in {out / 'manifest.json'}"]
+  if report is None:
+    return "\n".join(lines)
   for pair, count in report.across.items():
     left = "left out" if _REMOVE.value else "kept; --remove_duplicates leaves them out"
     number = f"{count:,} training question{'s' * (count != 1)} stand{'s' * (count == 1)}"
     lines.append(f"{pair}: {number} in the benchmark ({left})")
   lines += [f"{pair}: {count:,} in both training sets" for pair, count in report.between.items()]
   lines += [f"{name}: {count:,} repeated within the set (kept)" for name, count in report.within.items()]
+  others = [path for path, entry in manifest["files"].items()
+            if entry.get("splits") == ["train"] and not path.startswith(f"{_NAME.value}/")]
+  if others:
+    lines.append(f"not compared, as they are of another --train_name: {', '.join(others)}")
   return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 
-from stratified.metrics import write_atomic
+from stratified.metrics import read_object, write_atomic
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.cache import Cached
 from stratified.retrieval.client import HttpRetriever
@@ -84,7 +84,7 @@ def check_same(workdir: pathlib.Path, retriever) -> None:
   path, manifest = workdir / "retriever.json", getattr(retriever, "manifest", {})
   now = json.loads(json.dumps(manifest))
   if path.exists():
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_object(path)
     differ = [f"{key}: {before.get(key)} in the workdir, {now.get(key)} now"
               for key in sorted(before | now) if before.get(key) != now.get(key)]
     if differ:

@@ -111,7 +111,7 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
           progress.update(1, note=f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}")
           if int(state.skipped_in_a_row) >= MOST_SKIPPED:
             checkpointer.save(step, weights.at_rest(state), force=True)
-            raise RuntimeError(
+            raise phases.Diverged(
                 f"{MOST_SKIPPED} updates in a row had no finite loss or gradient, the last at step {step}; the parameters "
                 f"of step {step - MOST_SKIPPED} are kept. A lower --config.optimizer.learning_rate in a new workdir usually helps")
 
@@ -164,7 +164,7 @@ def run(config, workdir: pathlib.Path, stop: phases.Stop) -> None:
   phases.enable_compilation_cache()
   try:
     train(config, workdir, world, stop)
-  except (RetrieverDown, SamplerError) as error:
+  except (RetrieverDown, SamplerError, scoring.AllLost, phases.Diverged) as error:
     sys.exit(f"{error}")
 
 

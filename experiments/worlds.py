@@ -99,10 +99,10 @@ def _encyclopedia_world(config) -> World:
 def _file_world(config) -> World:
   d = config.data
   train = readers.read_questions(path_of(d.questions), split=d.split or None)
+  questions = evaluation_questions(config)  # before the passages, which take long
   search = Timed(retrievers.open_retriever(config, lambda: passages(config)))
 
   def held_out(count):
-    questions = evaluation_questions(config)
     # The same questions each time, drawn over all sets: their order is that of step 0 of a fixed seed.
     return {"held_out": (readers.questions_at(questions, seed=0, step=0, count=min(count, len(questions))), search)}
 

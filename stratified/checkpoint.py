@@ -10,9 +10,10 @@ from typing import Any
 
 from absl import logging as absl_logging
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from stratified.metrics import FREE_KEYS, flatten, write_atomic
+from stratified.metrics import FREE_KEYS, flatten, read_object, write_atomic
 
 def abstract(tree: Any) -> Any:
   """The tree's shapes, dtypes and shardings without its values: what `restore_latest` asks for."""
@@ -77,7 +78,9 @@ class Checkpointer:
       saved = _arrays(self._manager.item_metadata(step).tree)
       differences = _differences(saved, _arrays(abstract_state))
       if not differences:
-        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract_state)), step
+        state = self._manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
+        _check_finite(state)
+        return state, step
     except Exception as error:
       earlier = [other for other in self._manager.all_steps() if other < step]
       fallback = f"from step {max(earlier)}" if earlier else "from the start"
@@ -126,12 +129,28 @@ def restore_part(workdir: str | os.PathLike, abstract_part: Mapping[str, Any],
       if not differences:
         wanted = ocp.args.PyTreeRestore(
             part, restore_args=ocp.checkpoint_utils.construct_restore_args(part), partial_restore=True)
-        return reader.restore(path, args=ocp.args.Composite(default=wanted))["default"], step
+        found = reader.restore(path, args=ocp.args.Composite(default=wanted))["default"]
+        _check_finite(found)
+        return found, step
   except Exception as error:
     raise ValueError(f"the checkpoint {path} is damaged ({type(error).__name__}: {str(error)[:300]}); "
                      "name another step, or remove that folder") from error
   raise ValueError(f"the checkpoint {path} is of another model:\n" + "\n".join(differences) +
                    "\nUse the config that it was saved with.")
+
+
+def _check_finite(tree: Any) -> None:
+  """A step with values that are not finite is never saved, so such values are damage."""
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    if getattr(leaf.sharding, "memory_kind", None) == "pinned_host":
+      leaf = jax.device_put(leaf, jax.memory.Space.Device)
+    if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(_finite(leaf)):
+      raise ValueError(f"{jax.tree_util.keystr(path, simple=True, separator='.')} holds values that are not finite")
+
+
+@jax.jit
+def _finite(x):
+  return jnp.isfinite(x).all()
 
 
 def _arrays(tree: Any) -> dict[str, str]:
@@ -169,7 +188,7 @@ def check_config(
   except (TypeError, ValueError) as error:
     raise ValueError(f"the config cannot be stored as JSON: {error}") from error
   if path.exists():
-    before, after = flatten(json.loads(path.read_text(encoding="utf-8"))), flatten(json.loads(text))
+    before, after = flatten(read_object(path)), flatten(json.loads(text))
     free = tuple(free_keys)
     changed = [key for key in sorted(before | after)
                if key not in before or key not in after or before[key] != after[key]]

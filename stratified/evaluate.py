@@ -90,15 +90,19 @@ def metrics_row(scores: dict[str, dict[str, Any]], main: str = "held_out") -> di
   return row | {f"eval/{name}/exact_match": score["exact_match"] for name, score in scores.items() if name != main}
 
 
+class AllLost(RuntimeError):
+  """Every rollout of a step was lost; the sentence says why."""
+
+
 def rollout_row(groups: Sequence[Sequence[Trajectory]], reward: Sequence[Sequence[float]], step: int = 0) -> dict[str, float]:
   """What the rollouts of training step `step` say of themselves; means over those not lost, `rollout/failed` a count.
 
-  Raises RuntimeError where every rollout was lost: there is nothing to learn from, and a step would hide it.
+  Raises AllLost where every rollout was lost: there is nothing to learn from, and a step would hide it.
   """
   pairs = [(t, r) for group, row in zip(groups, reward) for t, r in zip(group, row)]
   done = [(t, r) for t, r in pairs if t.fault is None]
   if not done:
-    raise RuntimeError(f"all {len(pairs)} rollouts of the step were lost, the first because {pairs[0][0].fault}; "
+    raise AllLost(f"all {len(pairs)} rollouts of the step were lost, the first because {pairs[0][0].fault}; "
                        "mend that and run the same command again: it goes on from the last checkpoint")
   mean = lambda values: sum(values) / len(done)
   return {

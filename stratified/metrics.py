@@ -62,6 +62,18 @@ def write_atomic(path: str | os.PathLike, text: str) -> None:
   os.replace(part, path)
 
 
+def read_object(path: str | os.PathLike) -> Row:
+  """The JSON object that a small file of a workdir holds; raises ValueError, naming the file, where it holds none."""
+  try:
+    value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{os.fspath(path)} is damaged: it is no JSON ({error}); bring it back from a copy, or use a new "
+                     "--workdir") from error
+  if not isinstance(value, dict):
+    raise ValueError(f"{os.fspath(path)} is damaged: it holds no JSON object; bring it back from a copy, or use a new --workdir")
+  return value
+
+
 def read_rows(path: str | os.PathLike) -> tuple[list[Row], int]:
   """Reads a JSONL file leniently: (its objects, the number of lines that are none). No file is no rows."""
   path = pathlib.Path(path)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import json
 import os
+import socket
 import sys
+import time
 import traceback
 import zlib
 
@@ -21,6 +23,7 @@ import numpy as np
 
 from stratified.types import Question, Search, Segment, Trajectory, Turn
 
+START_S = 240  # how long a process waits for the first one
 HEARTBEAT_S = 20  # a process that says nothing for so long is taken for dead
 
 
@@ -28,15 +31,31 @@ def start(coordinator: str, count: int, index: int) -> None:
   """Joins the run's other processes; before anything else asks jax for devices.
 
   coordinator: HOST:PORT of the first process, reachable by all. count, index: how many processes, and which this is.
-  Raises ValueError for an index outside [0, count) or an address without a port; RuntimeError where the others don't
-  come within five minutes.
+  Raises ValueError for an index outside [0, count), an address without a port, or one where nobody answers in time.
   """
   host, _, port = coordinator.rpartition(":")
   if not host or not port.isdigit():
     raise ValueError(f"--coordinator={coordinator} must be HOST:PORT of the first process, such as 127.0.0.1:9876")
   if not 0 <= index < count:
     raise ValueError(f"--process={index} must be at least 0 and below --processes={count}")
+  if index:
+    _wait_for(coordinator, host, int(port))
   jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=HEARTBEAT_S)
+
+
+def _wait_for(coordinator: str, host: str, port: int) -> None:
+  """Returns once something listens there: jax's own wait ends the process with a core dump."""
+  print(f"waiting for the first process at {coordinator}", file=sys.stderr, flush=True)
+  end = time.monotonic() + START_S
+  while True:
+    try:
+      socket.create_connection((host, port), timeout=5).close()
+      return
+    except OSError as error:
+      if time.monotonic() > end:
+        raise ValueError(f"no first process answers at --coordinator={coordinator} after {START_S} s ({error}); start the one with "
+                         "--process=0, or correct the address") from error
+    time.sleep(0.5)
 
 
 def is_first() -> bool:

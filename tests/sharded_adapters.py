@@ -18,9 +18,9 @@ from small_rollouts import collate, decoder_config, parameters, random_groups
 from stratified import advantages, batching, sharding, update
 from stratified.policy import lora
 
-CONFIG = decoder_config(vocab_size=64, width=32, num_heads=4, num_kv_heads=4, head_dim=8, mlp_width=64, remat="full")
+CONFIG = decoder_config(vocab_size=64, width=32, num_heads=4, num_kv_heads=4, head_dim=8, mlp_width=64)
 LORA = lora.LoraConfig(rank=3, alpha=6.0)
-MESHES = [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
+MESHES = [(1, 1, 1), (1, 8, 1), (2, 2, 2)]
 
 # Plain SGD that keeps the gradient as its state.
 SGD = optax.GradientTransformation(

@@ -267,3 +267,20 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
   with pytest.raises(ValueError, match="cannot be stored as JSON"):
     checkpoint.check_config(tmp_path, {"alpha": float("nan")})
   assert not (tmp_path / "config.json").exists()
+
+
+def test_values_that_are_not_finite_are_damage_since_no_such_step_is_saved(tmp_path):
+  state = make_state()
+  broken = state._replace(params=state.params | {"embedding": state.params["embedding"].at[3, 1].set(jnp.nan)})
+  with checkpoint.Checkpointer(tmp_path, every=1) as checkpointer:
+    checkpointer.save(1, state)
+    checkpointer.save(2, broken)
+    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*params\.embedding holds values that are not finite.*step 1"):
+      checkpointer.restore_latest(checkpoint.abstract(state))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_a_config_that_is_no_json_is_named_with_the_way_out(tmp_path, text):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=r"config\.json is damaged: .*new --workdir"):
+    checkpoint.check_config(tmp_path, {"a": 1})

@@ -388,3 +388,13 @@ def test_the_real_smollm2_has_the_logits_of_transformers():
   assert np.abs(expected).max() > 10
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
   assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_values_that_are_not_finite_are_refused_by_name(model_copy):
+  from safetensors.numpy import load_file, save_file
+  path = model_copy / "model.safetensors"
+  tensors = load_file(path)
+  tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.nan
+  save_file(tensors, path)
+  with pytest.raises(ValueError, match="model.norm.weight holds values that are not finite.*another copy"):
+    hugging_face.load_params(model_copy, hugging_face.load_config(model_copy))

@@ -83,6 +83,14 @@ def test_rollouts_are_exchanged_without_losing_a_bit():
   assert processes.decoded(processes.encoded(groups)) == groups
 
 
+def test_a_process_whose_first_one_is_not_there_says_so_in_time(monkeypatch, capsys):
+  monkeypatch.setattr(processes, "START_S", 0)
+  address = f"127.0.0.1:{free_port()}"
+  with pytest.raises(ValueError, match=f"no first process answers at --coordinator={address}.*--process=0"):
+    processes.start(address, 2, 1)
+  assert f"waiting for the first process at {address}" in capsys.readouterr().err
+
+
 def test_one_process_takes_all_and_exchanges_nothing():
   groups = random_groups(2, 2)
   assert processes.mine(3) == [0, 1, 2]

@@ -219,6 +219,8 @@ def test_the_smallest_run_itself_is_accepted():
     ({"rollout.temperature": 0.0}, r"rollout\.temperature=0\.0 must be above 0"),
     ({"rollout.max_staleness": 2}, r"rollout\.max_staleness=2 is unknown; choose one of 0, 1"),
     ({"rollout.max_staleness": 1}, r"max_staleness=1 .*old_log_probs=sampler.*importance_cap"),
+    ({"policy.attention": "splash"}, r"policy\.attention='splash' runs on a TPU alone, and jax has a CPU here"),
+    ({"sampler.devices": 2}, r"sampler\.devices=2 is more than the 1 devices"),
     ({"memory.optimizer": "disk"}, r"memory\.optimizer='disk' is unknown; choose one of device, host"),
     ({"policy.logit_chunk": 50}, r"logit_chunk=50 does not divide packing\.row_length=128"),
     ({"packing.row_length": 90}, r"packing\.row_length=90 must be at least rollout\.max_tokens=128"),

@@ -104,7 +104,8 @@ def _records(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
 
 
 def open_text(path: pathlib.Path):
-  return (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8", newline="")
+  """UTF-8, with or without a byte order mark; plain or .gz."""
+  return (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig", newline="")
 
 
 def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:

@@ -33,7 +33,10 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, Any]:
-  """Writes lines (gzip where the name ends with .gz) aside, then renames; {"count", "bytes", "sha256"} of the file."""
+  """Writes lines (gzip where the name ends with .gz) aside, then renames; {"count", "bytes", "sha256"} of the file.
+
+  Raises ValueError where there is no line: an empty file never takes the place of a good one.
+  """
   target = pathlib.Path(target)
   target.parent.mkdir(parents=True, exist_ok=True)
   part, count = target.with_name(target.name + ".part"), 0
@@ -44,6 +47,8 @@ def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, An
       for line in lines:
         file.write(line.encode() + b"\n")
         count += 1
+      if not count:
+        raise ValueError(f"there is nothing to write to {target}: what it is made from holds nothing")
       if file is not raw:
         file.close()
       raw.flush()
@@ -56,18 +61,20 @@ def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, An
 
 
 def write_questions(target: str | os.PathLike, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """A set's questions in the normal form. Raises ValueError where an id names two of them."""
-  return write_lines(target, _unique_ids(records, pathlib.Path(target)))
+  """A set's questions in the normal form. Raises ValueError where an id names two of them, or there is none."""
+  records = list(records)
+  check_ids(records, pathlib.Path(target).name)
+  return write_lines(target, (json.dumps(record, ensure_ascii=False) for record in records))
 
 
-def _unique_ids(records, target: pathlib.Path) -> Iterator[str]:
+def check_ids(records: Iterable[Mapping[str, Any]], name: str):
+  """Raises ValueError, naming the file `name`, where an id names two questions."""
   seen = {}
   for record in records:
     earlier = seen.setdefault(record["id"], record["question"])
     if earlier is not record["question"]:
-      raise ValueError(f"{target.name}: the id {record['id']!r} names two questions, {earlier[:60]!r} and "
+      raise ValueError(f"{name}: the id {record['id']!r} names two questions, {earlier[:60]!r} and "
                        f"{record['question'][:60]!r}; ids must be unique within a set")
-    yield json.dumps(record, ensure_ascii=False)
 
 
 def write_corpus(source: str | os.PathLike, target: str | os.PathLike,
@@ -76,18 +83,22 @@ def write_corpus(source: str | os.PathLike, target: str | os.PathLike,
 
   source: JSON Lines with `contents` (Search-R1, FlashRAG), or with `title` and `text` (DPR's in JSON), or DPR's tsv
     (id, text, title); plain or .gz. progress: called with the number of passages since the last call.
-  Raises ValueError, naming line and field, for a line that is no passage, and for an id that comes twice.
+  Raises ValueError, naming line and field, for a line that is no passage, and for an id that comes twice; and, naming
+    the file, where it holds no passage. What stood at `target` then stays.
   """
-  return write_lines(target, _counted(_passages(pathlib.Path(source)), progress))
+  source = pathlib.Path(source)
+  return write_lines(target, _counted(_passages(source), source, progress))
 
 
-def _counted(pairs: Iterator[tuple[str, str, str]], progress) -> Iterator[str]:
-  new_id = _NewIds()
+def _counted(pairs: Iterator[tuple[str, str, str]], source: pathlib.Path, progress) -> Iterator[str]:
+  new_id, number = _NewIds(), 0
   for number, (where, id_, contents) in enumerate(pairs, start=1):
     new_id.check(id_, where)
     if progress and number % 10_000 == 0:
       progress(10_000)
     yield json.dumps({"id": id_, "contents": contents}, ensure_ascii=False)
+  if not number:
+    raise ValueError(f"{source} holds no passage, but a corpus must hold at least one; see that it is whole")
 
 
 class _NewIds:
@@ -129,7 +140,9 @@ def _tsv_passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
   try:
     with formats.open_text(source) as file:
       rows = csv.reader(file, delimiter="\t")
-      if (header := next(rows, None)) != _TSV_COLUMNS:
+      if (header := next(rows, None)) is None:
+        return
+      if header != _TSV_COLUMNS:
         raise ValueError(f"{source}: its first row is {header!r}, but passages come with the columns "
                          f"{', '.join(_TSV_COLUMNS)}")
       for row in rows:

@@ -186,6 +186,8 @@ def _read_part(files, name, weight, stored, region) -> np.ndarray:
     cuts.append(slice(region[axis].start * stride, region[axis].stop * stride))
   tensor = files[stored].get_slice(stored)
   block = tensor[tuple(cuts[::-1])].T if inputs else tensor[tuple(cuts)]
+  if not np.isfinite(block).all():
+    raise ValueError(f"{stored} holds values that are not finite; the file is damaged or training had diverged: get another copy")
   return block.reshape(sizes)[tuple(slice(None) if axis in leading else cut for axis, cut in enumerate(region))]
 
 

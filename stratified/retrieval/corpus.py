@@ -5,6 +5,7 @@ A corpus file is JSON Lines, plain or .gz, in the form of Search-R1 and FlashRAG
 A `title` field, where there is one, says what the first line of `contents` is.
 """
 
+import codecs
 import dataclasses
 import gzip
 import hashlib
@@ -96,7 +97,7 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
   with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
     try:
       for line, raw in enumerate(file, start=1):
-        if not raw.isspace():
+        if raw.removeprefix(codecs.BOM_UTF8).strip():
           yield line, json_object(raw, f"{path}, line {line}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
       raise ValueError(
@@ -106,7 +107,7 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
 def json_object(raw: bytes, where: str) -> dict:
   """The JSON object that a line holds, else ValueError with `where`."""
   try:
-    record = json.loads(raw.decode("utf-8"))
+    record = json.loads(raw.decode("utf-8-sig"))  # a byte order mark may stand before the first line
   except UnicodeDecodeError as error:
     raise ValueError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8.") from error
   except json.JSONDecodeError as error:

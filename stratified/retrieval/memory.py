@@ -99,15 +99,15 @@ def index_bytes(config: IndexConfig, count: int, dimension: int) -> int:
 
 
 def build_bytes(config: IndexConfig, count: int, dimension: int) -> int:
-  """Peak memory of building: the index, what grows by copying, the training sample and faiss's copy, a chunk
-  in its three forms (read, its squares, normalised)."""
+  """Peak memory of building: the training sample twice (read, normalised), or the index with what grows by
+  copying, whichever is more; and a chunk in its three forms (read, its squares, normalised)."""
   c = config.settled(count, dimension)
-  size = index_bytes(c, count, dimension) + 3 * min(CHUNK_BYTES, 4 * count * dimension)
+  size, chunk = index_bytes(c, count, dimension), 3 * min(CHUNK_BYTES, 4 * count * dimension)
   if c.kind == "flat":
-    return size
+    return size + chunk
   if c.kind == "hnsw":  # lists of links double when they are full; vectors are reserved
-    return size + round(count * 8 * c.links)
-  return round(1.25 * size) + 2 * c.training_vectors * dimension * 4
+    return size + round(count * 8 * c.links) + chunk
+  return max(round(1.25 * size), 2 * c.training_vectors * dimension * 4) + chunk
 
 
 def touched_bytes(config: IndexConfig, count: int, dimension: int) -> int:
