@@ -8,10 +8,10 @@ Writes under --out (data/), as the presets `base` and `instruct` name them: nq_h
 benchmarks/SET.jsonl, wiki18.jsonl, and manifest.json with counts, SHA-256, licences, sources and duplicates. Read are
 FlashRAG's JSON Lines, verl's parquet, the sets' own files, and Wikipedia as JSON Lines or DPR's tsv; a folder stands for
 all files in it. Questions that stand in training and in a benchmark are reported, and left out of training with
---remove_duplicates; compared is all that OUT then holds, so that the order of the calls does not matter. Downloads are checked, and resumed by the same command.
+--remove_duplicates; compared is all that OUT then holds, so that the order of the calls does not matter.
+Downloads are checked, and resumed by the same command.
 """
 
-from collections import Counter
 import json
 import os
 import pathlib
@@ -55,8 +55,8 @@ def main(_) -> None:
   except OSError as error:
     # The system's own errors bear a number and are no sentence.
     sys.exit(f"{error}" if error.errno is None else
-             f"{error.filename or 'a file'}: {(error.strerror or '').lower()}; --train, --test and --corpus must name what "
-             "can be read, --out and --raw folders that can be written and have room")
+             f"{error.filename or 'a file'}: {(error.strerror or '').lower()}; --train, --test and --corpus must name "
+             "what can be read, --out and --raw folders that can be written and have room")
   print(prepared)
 
 
@@ -119,52 +119,40 @@ def _prepare_questions(manifest: dict, out: pathlib.Path, training: dict, benchm
       records = report.kept[name] if _REMOVE.value else training[name]["records"]
       writes[path] = records, _entry(name, records, training[name]["sources"])
     elif _REMOVE.value and report.removed[name]:
-      known = manifest["files"].get(path) or _entry(name, earlier[name], [_source(out / path)])
+      known = manifest["files"].get(path) or _entry(name, earlier[name], [manifests.source_of(out / path)])
       writes[path] = report.kept[name], known
     elif path in manifest["files"]:
       # a call that broke off between a file and the manifest
-      manifest["files"][path] |= {"count": len(earlier[name])} | {
-          key: value for key, value in _hashed(out / path).items() if key != "file"}
+      manifest["files"][path] |= {"count": len(earlier[name])} | manifests.hashes_of(out / path)
   for name, found in benchmarks.items():
     writes[f"benchmarks/{name}.jsonl"] = found["records"], _entry(name, found["records"], found["sources"])
   for path, (records, _) in writes.items():
     if not records:
-      raise ValueError(f"no question of {path.partition('/')[2].removesuffix('.jsonl')} is left to write to {path}: all of "
-                       "its training questions stand in a benchmark; name another training file, or another --train_name")
+      name = path.partition("/")[2].removesuffix(".jsonl")
+      raise ValueError(f"no question of {name} is left to write to {path}: all of its training questions stand in a "
+                       "benchmark; name another training file, or another --train_name")
     prepare.check_ids(records, path.partition("/")[2])
-  _note_duplicates(manifest, report, compared, {path: entry for path, (_, entry) in writes.items()})
+  entries = manifest["files"] | {path: entry for path, (_, entry) in writes.items()}
+  entries = {name: entries.get(f"{_NAME.value}/{name}.jsonl", {}) for name in report.removed}
+  manifest["duplicates"] = manifests.duplicates_of(report, entries, compared, _REMOVE.value)
   for path, (records, entry) in writes.items():
     manifest["files"][path] = entry | prepare.write_questions(out / path, records)
     _save(manifest, out)
   return report
 
 
-def _note_duplicates(manifest: dict, report: duplicates.Report, compared: dict, written: dict) -> None:
-  """manifest["duplicates"], and in the entries of training files what was left out of them, by earlier calls too."""
-  across, removed = {}, {}
-  for name, now in report.removed.items():
-    path = f"{_NAME.value}/{name}.jsonl"
-    entry = written.get(path) or manifest["files"].get(path, {})
-    count, by_benchmark = manifests.left_out(entry)
-    total = dict(Counter(by_benchmark) + Counter({
-        other: report.across.get(f"{name} / {other}", 0) for other in compared}))
-    across |= {f"{name} / {other}": number for other, number in total.items()}
-    if _REMOVE.value and now:
-      count += now
-      entry["left_out"] = {"count": count, "by_benchmark": total}
-    if _REMOVE.value or count:
-      removed[name] = count
-  manifest["duplicates"] = {"across": across, "within": report.within, "between_training_sets": report.between,
-                            "removed": removed}
-
-
 def _written(folder: pathlib.Path, split: str, suffixes: tuple[str, ...], but) -> dict[str, list]:
-  """{set: records} of earlier calls' files in a folder, those of the sets `but` left out: this call replaces them."""
+  """{set: records} of the files in a folder, those of the sets `but` left out, which this call replaces.
+
+  A file that is no .jsonl goes by its whole name: beside it there may be a .jsonl of its set.
+  """
   found = {}
   for path in sorted(folder.iterdir() if folder.is_dir() else ()):
-    name = path.name.split(".")[0] if path.name.endswith(suffixes) else None
-    if name and path.is_file() and not (name in but and path.name == f"{name}.jsonl"):
-      found.setdefault(name, []).extend(formats.read(path, name=name, split=split))
+    suffix = next((one for one in suffixes if path.name.endswith(one)), None)
+    name = path.name.removesuffix(suffix or "")
+    if suffix and path.is_file() and not (suffix == ".jsonl" and name in but):
+      label = name if suffix == ".jsonl" else path.name
+      found[label] = list(formats.read(path, name=name, split=split))
   return found
 
 
@@ -253,24 +241,8 @@ def _questions(pairs, split: str) -> dict[str, dict]:
         raise ValueError(f"{path} holds no {split} questions by its name or by its records' split; give it with "
                          f"--{'test' if split == 'train' else 'train'}, or copy it under another name")
       for one in sets:
-        found[one]["sources"].append(_source(path))
+        found[one]["sources"].append(manifests.source_of(path))
   return found
-
-
-def _source(path: pathlib.Path) -> dict:
-  """Where a file came from: its address if it was downloaded, and its hash."""
-  try:
-    note = json.loads(path.with_name(path.name + ".source.json").read_text())
-    known = {key: note[key] for key in ("url", "sha256", "bytes")}
-    if known["bytes"] == path.stat().st_size:
-      return known
-  except (FileNotFoundError, ValueError, KeyError, TypeError):
-    pass  # no note, or one of a download that was never finished: the file speaks for itself
-  return _hashed(path)
-
-
-def _hashed(path: pathlib.Path) -> dict:
-  return {"file": path.name, "sha256": prepare.sha256_of(path), "bytes": path.stat().st_size}
 
 
 def _entry(name: str, records: list, sources: list) -> dict:
@@ -284,7 +256,7 @@ def _save(manifest: dict, out: pathlib.Path) -> None:
 
 def _write_corpus(manifest: dict, out: pathlib.Path, source: pathlib.Path) -> None:
   """The corpus, unless the manifest says that this file was made from this source and it is still there."""
-  path, origin = _CORPUS_NAME.value, _source(source)
+  path, origin = _CORPUS_NAME.value, manifests.source_of(source)
   known = manifest["files"].get(path, {})
   target = out / path
   if known.get("sources") == [origin] and target.exists() and target.stat().st_size == known["bytes"]:
@@ -309,8 +281,10 @@ def _told(manifest: dict, report: duplicates.Report | None, out: pathlib.Path) -
   lines += [f"{name}: {count:,} repeated within the set (kept)" for name, count in report.within.items()]
   others = [path for path, entry in manifest["files"].items()
             if entry.get("splits") == ["train"] and not path.startswith(f"{_NAME.value}/")]
+  others += [f"{_NAME.value}/{path.name}" for path in sorted((out / _NAME.value).glob("*"))
+             if path.name.endswith((".jsonl.gz", ".parquet"))]
   if others:
-    lines.append(f"not compared, as they are of another --train_name: {', '.join(others)}")
+    lines.append(f"not compared, as they are of another --train_name or no .jsonl: {', '.join(others)}")
   return "\n".join(lines)
 
 

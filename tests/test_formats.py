@@ -178,3 +178,18 @@ def test_a_bad_file_is_one_sentence(tmp_path, name, content, message):
 def test_a_missing_file_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="nq.jsonl: there is no such file"):
     read(tmp_path / "nq.jsonl")
+
+
+@pytest.mark.parametrize("name", ["bamboogle.csv", "bamboogle.tsv", "bamboogle.json", "bamboogle.jsonl", "bamboogle.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, name):
+  plain = tmp_path / name.removesuffix(".gz")
+  table(plain, BAMBOOGLE, "," if "csv" in name else "\t") if name.endswith("sv") else write(plain, BAMBOOGLE)
+  without = read(plain)
+  marked = b"\xef\xbb\xbf" + plain.read_bytes()
+  (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith(".gz") else marked)
+  assert read(tmp_path / name) == without
+
+
+def test_json_lines_under_a_json_name_may_begin_with_a_byte_order_mark(tmp_path):
+  (tmp_path / "musique_dev.json").write_text("\n".join(map(json.dumps, MUSIQUE)), encoding="utf-8-sig")
+  assert len(read(tmp_path / "musique_dev.json")) == 1

@@ -281,3 +281,208 @@ def test_a_damaged_table_of_passages_is_named(tmp_path):
   (tmp_path / "c.tsv.gz").write_bytes(whole[:len(whole) // 2])
   with pytest.raises(ValueError, match="not a readable table"):
     prepare.write_corpus(tmp_path / "c.tsv.gz", tmp_path / "o.jsonl")
+
+
+# ---------------------------------------------------------------- several calls into one folder
+
+
+def questions_in(path):
+  return [json.loads(line)["question"] for line in path.read_text().splitlines()]
+
+
+def truthful(out):
+  """The manifest, after a look at whether it tells the files as they are."""
+  manifest = json.loads((out / "manifest.json").read_text())
+  for path, entry in manifest["files"].items():
+    data = (out / path).read_bytes()
+    assert (entry["count"], entry["bytes"]) == (data.count(b"\n"), len(data)), path
+    assert entry["sha256"] == hashlib.sha256(data).hexdigest(), path
+  return manifest
+
+
+def test_training_is_compared_with_the_benchmarks_of_every_call(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  assert run(f"--out={out}", f"--test={raw / 'nq/test.jsonl'}").returncode == 0
+  done = run(f"--out={out}", f"--test={raw / 'popqa/test.jsonl'}", f"--train={raw / 'nq/train.jsonl'}", "--train_sets=nq",
+             "--remove_duplicates")
+  assert "nq / nq: 1 training question stands" in done.stdout and "nq / popqa: 1 training" in done.stdout, done.stderr
+  assert questions_in(out / "nq_hotpotqa_train/nq.jsonl") == ["who else?"]
+  assert truthful(out)["duplicates"]["removed"] == {"nq": 2}
+
+
+def test_a_benchmark_in_another_format_is_compared_too(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  (out / "benchmarks").mkdir(parents=True)
+  (out / "benchmarks/nq.jsonl.gz").write_bytes(gzip.compress(json.dumps(flashrag("1", "Who else?")).encode()))
+  done = run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", f"--test={raw / 'nq/test.jsonl'}", "--train_sets=nq",
+             "--remove_duplicates")
+  assert "nq / nq.jsonl.gz: 1 training question stands" in done.stdout, done.stderr
+  assert questions_in(out / "nq_hotpotqa_train/nq.jsonl") == ["who wrote hamlet"]
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_a_benchmark_that_comes_later_is_compared_with_the_training_that_is_there(tmp_path, remove):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  flag = ["--remove_duplicates"] * remove
+  assert run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", "--train_sets=nq", *flag).returncode == 0
+  done = run(f"--out={out}", f"--test={raw / 'nq/test.jsonl'}", *flag)
+  assert f"nq / nq: 1 training question stands in the benchmark ({'left out' if remove else 'kept'}" in done.stdout
+  done = run(f"--out={out}", f"--test={raw / 'popqa/test.jsonl'}", *flag)
+  assert "nq / popqa: 1 training question stands" in done.stdout
+  manifest = truthful(out)
+  assert manifest["duplicates"]["across"] == {"nq / nq": 1, "nq / popqa": 1}
+  assert manifest["duplicates"]["removed"] == ({"nq": 2} if remove else {})
+  assert manifest["files"]["nq_hotpotqa_train/nq.jsonl"]["sources"][0]["file"] == "train.jsonl"
+  left = questions_in(out / "nq_hotpotqa_train/nq.jsonl")
+  assert left == (["who else?"] if remove else ["who wrote hamlet", "where is Oslo?", "who else?"])
+  # again, and with passages alone: nothing changes
+  before = (out / "manifest.json").read_text()
+  assert run(f"--out={out}", f"--test={raw / 'popqa/test.jsonl'}", *flag).returncode == 0
+  assert (out / "manifest.json").read_text() == before
+  run(f"--out={out}", f"--corpus={lines(raw / 'c.jsonl', {'id': '1', 'contents': 'x'})}", *flag)
+  assert truthful(out)["duplicates"] == manifest["duplicates"]
+
+
+def test_what_was_left_out_before_still_counts_when_more_is_only_reported(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", f"--test={raw / 'nq/test.jsonl'}", "--train_sets=nq",
+      "--remove_duplicates")
+  for _ in range(2):
+    run(f"--out={out}", f"--test={raw / 'popqa/test.jsonl'}")
+    assert truthful(out)["duplicates"] == {"across": {"nq / nq": 1, "nq / popqa": 1}, "within": {},
+                                           "between_training_sets": {}, "removed": {"nq": 1}}
+  assert questions_in(out / "nq_hotpotqa_train/nq.jsonl") == ["who wrote hamlet", "who else?"]
+
+
+def test_nothing_is_written_where_a_benchmark_would_take_all_training_questions(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  lines(raw / "nq" / "train.jsonl", flashrag("train_0", "Who is Ada?"))
+  run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", "--train_sets=nq")
+  done = run(f"--out={out}", f"--test={raw / 'popqa'}", "--remove_duplicates")
+  assert "no question of nq is left to write to nq_hotpotqa_train/nq.jsonl" in done.stderr
+  assert questions_in(out / "nq_hotpotqa_train/nq.jsonl") == ["Who is Ada?"] and not (out / "benchmarks").exists()
+  assert list(truthful(out)["files"]) == ["nq_hotpotqa_train/nq.jsonl"]
+
+
+def test_a_file_that_a_broken_call_left_ahead_of_the_manifest_is_noted(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", "--train_sets=nq")
+  path = out / "nq_hotpotqa_train/nq.jsonl"
+  path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+  assert run(f"--out={out}", f"--test={raw / 'popqa'}").returncode == 0
+  assert truthful(out)["files"]["nq_hotpotqa_train/nq.jsonl"]["count"] == 2
+
+
+def test_training_under_another_name_is_named_as_not_compared(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  run(f"--out={out}", f"--train={raw / 'nq/train.jsonl'}", "--train_sets=nq", "--train_name=mix")
+  done = run(f"--out={out}", f"--test={raw / 'popqa'}")
+  assert "not compared, as they are of another --train_name or no .jsonl: mix/nq.jsonl" in done.stdout
+
+
+def test_a_faulty_corpus_leaves_the_manifest_true_to_the_questions_written_before_it(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  done = run(f"--out={out}", f"--test={raw / 'popqa'}", f"--corpus={lines(raw / 'c.jsonl', {'id': '1'})}")
+  assert done.returncode == 1 and list(truthful(out)["files"]) == ["benchmarks/popqa.jsonl"]
+
+
+# ---------------------------------------------------------------- faulty places and files
+
+
+@pytest.mark.parametrize("name, content", [
+    ("c.jsonl", b""), ("c.jsonl", b"\n \n"), ("c.jsonl", b"\xef\xbb\xbf"), ("c.tsv", b""), ("c.tsv", b"id\ttext\ttitle\n"),
+    ("c.jsonl.gz", gzip.compress(b""))])
+def test_an_empty_corpus_never_takes_the_place_of_a_good_one(tmp_path, name, content):
+  (tmp_path / name).write_bytes(content)
+  good = lines(tmp_path / "data/wiki18.jsonl", {"id": "1", "contents": "x"}).read_bytes()
+  done = run(f"--out={tmp_path / 'data'}", f"--corpus={tmp_path / name}")
+  assert f"{name} holds no passage, but a corpus must hold at least one" in done.stderr
+  assert (tmp_path / "data/wiki18.jsonl").read_bytes() == good and [*(tmp_path / "data").iterdir()] == [tmp_path / "data/wiki18.jsonl"]
+
+
+def test_no_lines_are_no_file(tmp_path):
+  with pytest.raises(ValueError, match="there is nothing to write to"):
+    prepare.write_lines(tmp_path / "x.jsonl.gz", [])
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name, content", [
+    ("e.jsonl", ""), ("e.jsonl", "\n"), ("e.csv", ""), ("e.csv", "Question,Answer\n"), ("e.json", "[]"),
+    ("e.jsonl", '{"id": "2hop", "question": "x", "paragraphs": [], "question_decomposition": [], "answerable": false}')])
+@pytest.mark.parametrize("side", ["train", "test"])
+def test_a_file_without_a_question_is_told_so(tmp_path, side, name, content):
+  (tmp_path / name).write_text(content)
+  done = run(f"--out={tmp_path / 'data'}", f"--{side}=nq={tmp_path / name}", "--train_sets=nq")
+  assert f"{name} holds no question, but each file of --{side} must hold at least one; see that it is whole" in done.stderr
+  assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--corpus=RAW"], "raw must name one file of passages (.jsonl or .tsv, plain or .gz), but that is a folder"),
+    (["--corpus=RAW/none.jsonl"], "none.jsonl must name one file of passages (.jsonl or .tsv, plain or .gz), but there is no such"),
+    (["--out=RAW/file", "--test=RAW/popqa"], "file must name a folder that can be written, there already or new; "),
+    (["--out=RAW/file/below", "--test=RAW/popqa"], "below must name a folder that can be written"),
+    (["--out=", "--test=RAW/popqa"], "--out= must name a folder that can be written, there already or new"),
+    (["--raw=RAW/file", "--test=RAW/popqa"], "--raw="),
+    (["--out=RAW/taken", "--test=RAW/popqa"], "benchmarks in --out="),
+    (["--train_name=../esc", "--test=RAW/popqa"], "--train_name=../esc must be a plain name within --out, without separators"),
+    (["--train_name=..", "--test=RAW/popqa"], "--train_name=.. must be a plain name"),
+    (["--train_name=a/b", "--test=RAW/popqa"], "--train_name=a/b must be a plain name"),
+    (["--train_name=", "--test=RAW/popqa"], "--train_name= must be a plain name"),
+    (["--train_name=benchmarks", "--test=RAW/popqa"], "other than benchmarks, raw and manifest.json"),
+    (["--corpus_name=../x.jsonl", "--test=RAW/popqa"], "--corpus_name=../x.jsonl must be a plain name"),
+    (["--corpus_name=manifest.json", "--test=RAW/popqa"], "--corpus_name=manifest.json must be a plain name"),
+    (["--corpus_name=x", "--train_name=x", "--test=RAW/popqa"], "a folder and a file need two names"),
+    (["--test=..=RAW/popqa/test.jsonl"], "the question set '..' can't name a file; name it with SET=PATH"),
+    (["--test=nq="], "--test=nq= must be PATH or SET=PATH; what stands there is empty"),
+    (["--test="], "--test= must be PATH or SET=PATH"),
+    (["--test=RAW/" + "n" * 300 + ".jsonl"], "file name too long; --train, --test and --corpus must name what can be read"),
+])
+def test_a_place_that_cannot_be_is_one_sentence_and_nothing_is_written(tmp_path, arguments, message):
+  raw = raw_files(tmp_path / "raw")
+  (raw / "file").write_text("x")
+  lines(raw / "taken" / "benchmarks", {})
+  before = sorted(tmp_path.rglob("*"))
+  done = run(f"--out={tmp_path / 'data'}", *(argument.replace("RAW", str(raw)) for argument in arguments))
+  assert done.returncode == 1 and message in done.stderr and "[Errno" not in done.stderr, done.stderr
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+ENTRY = {"count": 1, "bytes": 1, "sha256": "x", "set": "nq", "licence": "x", "sources": []}
+
+
+@pytest.mark.parametrize("content, message", [
+    ("{", "not JSON"), ("\udcff", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", 'an object whose "files" is an object'),
+    ("{}", 'an object whose "files" is an object'), ('{"files": []}', 'an object whose "files" is an object'),
+    ('{"files": {"a": 3}}', "the entry of 'a' must be an object"),
+    ('{"files": {}, "duplicates": 3}', '"duplicates" must be an object'),
+    (json.dumps({"files": {"a": ENTRY | {"count": "3"}}}), "\"count\" of 'a' is '3', but must be of type int"),
+    (json.dumps({"files": {"a": ENTRY | {"bytes": True}}}), "\"bytes\" of 'a' is True"),
+    (json.dumps({"files": {"a": {"count": 3}}}), "\"bytes\" of 'a' is None"),
+    (json.dumps({"files": {"a": ENTRY | {"left_out": 3}}}), "\"left_out\" of 'a' must hold"),
+    (json.dumps({"files": {"a": ENTRY | {"left_out": {"count": 1, "by_benchmark": {"b": "c"}}}}}), "\"left_out\" of 'a'"),
+])
+def test_a_broken_manifest_is_refused_by_name_and_stays(tmp_path, content, message):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  out.mkdir()
+  (out / "manifest.json").write_bytes(data := content.encode(errors="surrogateescape"))
+  done = run(f"--out={out}", f"--test={raw / 'popqa'}")
+  assert "manifest.json is no manifest of prepared data (" in done.stderr and message in done.stderr, done.stderr
+  assert done.stderr.endswith("; mend it or move it away") and (out / "manifest.json").read_bytes() == data
+  assert [*out.iterdir()] == [out / "manifest.json"]
+
+
+def test_a_broken_note_of_a_download_is_no_source(tmp_path):
+  raw, out = raw_files(tmp_path / "raw"), tmp_path / "data"
+  for note in ("{", "[]", '{"url": "http://x"}', '{"url": "http://x", "sha256": "x", "bytes": 1}'):
+    (raw / "popqa" / "test.jsonl.source.json").write_text(note)
+    assert run(f"--out={out}", f"--test={raw / 'popqa/test.jsonl'}").returncode == 0
+    assert truthful(out)["files"]["benchmarks/popqa.jsonl"]["sources"][0]["file"] == "test.jsonl"
+
+
+@pytest.mark.parametrize("name, content", [
+    ("c.jsonl", '{"id": "1", "contents": "x"}\n'), ("c.tsv", "id\ttext\ttitle\n1\tx\t\n")])
+def test_a_corpus_may_begin_with_a_byte_order_mark(tmp_path, name, content):
+  (tmp_path / name).write_text(content, encoding="utf-8-sig")
+  prepare.write_corpus(tmp_path / name, tmp_path / "o.jsonl")
+  assert (tmp_path / "o.jsonl").read_text() == '{"id": "1", "contents": "x"}\n'

@@ -273,3 +273,15 @@ def test_the_real_folder_reads_as_one():
   except FileNotFoundError as error:
     pytest.skip(f"needs the real questions: {error}")
   assert {question.source for question in read_questions(root / "questions")} == set(readers.QUESTION_SETS)
+
+
+def test_questions_may_begin_with_a_byte_order_mark_and_faults_keep_their_place(tmp_path):
+  path, line = tmp_path / "nq.jsonl", '{"id": "1", "question": "x", "golden_answers": ["y"]}\n'
+  path.write_text(line, encoding="utf-8-sig")
+  assert [q.text for q in readers.read_questions(path)] == ["x"]
+  path.write_text(line + "{\n", encoding="utf-8-sig")
+  with pytest.raises(ValueError, match="nq.jsonl, line 2: not JSON"):
+    readers.read_questions(path)
+  path.write_bytes(b"\xef\xbb\xbf\xff\n")
+  with pytest.raises(ValueError, match="nq.jsonl, line 1: not UTF-8 text"):
+    readers.read_questions(path)

@@ -1,10 +1,13 @@
 """manifest.json of a prepared folder: what stands in each file and where it came from, checked as it is read."""
 
+from collections import Counter
+from collections.abc import Iterable
 import json
 import os
 import pathlib
-import re
 from typing import Any
+
+from stratified.data import duplicates, prepare
 
 # What an entry of "files" must hold.
 _ENTRY = {"count": int, "bytes": int, "sha256": str, "set": str, "licence": str, "sources": list}
@@ -52,12 +55,43 @@ def _counts(left_out) -> bool:
   return all(type(count) is int for count in (left_out.get("count"), *left_out["by_benchmark"].values()))
 
 
-def left_out(entry: dict[str, Any]) -> tuple[int, dict[str, int]]:
-  """(training questions left out of a file so far, how many of them stand in each benchmark)."""
-  found = entry.get("left_out", {})
-  return found.get("count", 0), found.get("by_benchmark", {})
+def duplicates_of(report: duplicates.Report, entries: dict[str, dict], benchmarks: Iterable[str],
+                  remove: bool) -> dict[str, Any]:
+  """The manifest's "duplicates"; where questions are left out now, their numbers go into the files' `entries` too.
+
+  entries: {training set: entry of its file}. What earlier calls left out of a file, which a comparison of today no
+  longer finds in it, still counts.
+  """
+  across, removed = {}, {}
+  for name, now in report.removed.items():
+    before = entries[name].get("left_out", {"count": 0, "by_benchmark": {}})
+    fresh = {other: report.across.get(f"{name} / {other}", 0) for other in benchmarks}
+    total = dict(Counter(before["by_benchmark"]) + Counter(fresh))
+    across |= {f"{name} / {other}": number for other, number in total.items()}
+    count = before["count"] + (now if remove else 0)
+    if remove and now:
+      entries[name]["left_out"] = {"count": count, "by_benchmark": total}
+    if remove or count:
+      removed[name] = count
+  return {"across": across, "within": report.within, "between_training_sets": report.between, "removed": removed}
+
+
+def source_of(path: pathlib.Path) -> dict[str, Any]:
+  """Where a file came from: its address if it was downloaded, and its hash."""
+  try:
+    note = json.loads(path.with_name(path.name + ".source.json").read_text())
+    known = {key: note[key] for key in ("url", "sha256", "bytes")}
+    if known["bytes"] == path.stat().st_size:
+      return known
+  except (FileNotFoundError, ValueError, KeyError, TypeError):
+    pass  # no note, or one of a download that was never finished: the file speaks for itself
+  return {"file": path.name} | hashes_of(path)
+
+
+def hashes_of(path: pathlib.Path) -> dict[str, Any]:
+  return {"sha256": prepare.sha256_of(path), "bytes": path.stat().st_size}
 
 
 def is_plain_name(name: str) -> bool:
-  """Whether a name stays in its folder: letters, digits, and `_ . - +` and spaces within it; no separator, no `..`."""
-  return bool(re.fullmatch(r"\w([\w.+\- ]*[\w+\-])?", name))
+  """Whether a name stays in its folder and shows there: no separator, no control character, no dot in front."""
+  return bool(name.strip()) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
