@@ -12,30 +12,18 @@ import math
 import os
 import pathlib
 import re
-import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from stratified.hidden import hidden
 from stratified.types import Trajectory
 
 
-def _import_tensorboard():
-  """Imports tensorboardX with torch out of its sight: it loads torch where it finds it, a second and more of every start."""
-  hidden = sys.modules.get("torch")
-  sys.modules["torch"] = None
-  try:
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto import event_pb2, summary_pb2
-  finally:
-    del sys.modules["torch"]
-    if hidden is not None:
-      sys.modules["torch"] = hidden
-  return EventsWriter, event_pb2, summary_pb2
-
-
-EventsWriter, event_pb2, summary_pb2 = _import_tensorboard()
+with hidden("torch"):  # tensorboardX loads torch where it finds it, a second and more of every start
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto import event_pb2, summary_pb2
 
 Row = dict[str, Any]
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from stratified.hidden import hidden
 from stratified.progress import Progress
 from stratified.retrieval.corpus import Passage, corpus_digest
 
@@ -30,14 +31,8 @@ def _import_bm25s():
   bm25s runs a jax function when it is imported. That would claim the accelerator in a process that only
   retrieves, and start jax's backends before `jax.distributed.initialize`, which must come first.
   """
-  hidden = sys.modules.get("jax")
-  sys.modules["jax"] = None
-  try:
+  with hidden("jax"):
     import bm25s
-  finally:
-    del sys.modules["jax"]
-    if hidden is not None:
-      sys.modules["jax"] = hidden
   # It sets its logger to DEBUG; absl's handler would then print every step of the index's making.
   logging.getLogger("bm25s").setLevel(logging.WARNING)
   return bm25s
