@@ -29,7 +29,7 @@ def token_log_probs(config, params, hidden_rtd, token_rt, *, temperature=1.0, ch
   if length % chunk:
     raise ValueError(f"chunk={chunk} does not divide the row length {length}; choose a divisor")
   weight = decoder.output_weight(config, params)
-  target_rt = jnp.roll(sharding.constrain(token_rt, "row", None), -1, axis=1)
+  target_rt = _moved(sharding.constrain(token_rt, "row", None), -1)
   if not sharding.meshed():
     logp, entropy = _local(hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False)
   else:
@@ -39,8 +39,12 @@ def token_log_probs(config, params, hidden_rtd, token_rt, *, temperature=1.0, ch
         functools.partial(_local, chunk=chunk, meshed=True),
         in_specs=(sharding.spec("row", None, None), sharding.spec("vocabulary_part", None), rows, jax.P()),
         out_specs=(rows, rows))(hidden_rtd, weight, target_rt, jnp.float32(1 / temperature))
-  shift = lambda x: jnp.roll(x, 1, axis=1) * (jnp.arange(length) > 0)
-  return shift(logp), shift(jax.lax.stop_gradient(entropy))
+  return _moved(logp, 1), _moved(jax.lax.stop_gradient(entropy), 1)
+
+
+def _moved(x_rt, by: int):
+  """Each row moved to the right by so many positions, zeros in place of what is missing."""
+  return jax.lax.pad(x_rt, jnp.zeros((), x_rt.dtype), ((0, 0, 0), (by, -by, 0)))
 
 
 def _local(hidden_rtd, weight_vd, target_rt, scale, *, chunk, meshed):
