@@ -101,7 +101,7 @@ def peak_of(program) -> int:
 def figures(plan: Plan) -> dict[str, Any]:
   """Everything that `text` prints, in bytes, seconds and FLOPs of one device."""
   state, program = state_of(plan), compile_update(plan)
-  memory = program.memory_analysis()
+  memory, text_ = program.memory_analysis(), program.as_text()
   resident = local_bytes(state)
   result = {
       "devices": len(plan.mesh.devices.flat), "mesh": dict(plan.mesh.shape), "parameters": costs.num_parameters(plan.model),
@@ -109,8 +109,8 @@ def figures(plan: Plan) -> dict[str, Any]:
                  "optimizer": local_bytes(state.opt_state), "batch": local_bytes(batch_of(plan)),
                  "activations": memory.temp_size_in_bytes, "code": memory.generated_code_size_in_bytes,
                  "update": peak_of(program)},
-      "time": time_of(plan), "collectives": collectives_of(plan, program), "unexpected": unexpected(
-          plan.model, plan.mesh.shape, plan.packing, plan.config.policy.logit_chunk, program.as_text())}
+      "time": time_of(plan), "collectives": collectives_of(plan, text_), "unexpected": unexpected(
+          plan.model, plan.mesh.shape, plan.packing, plan.config.policy.logit_chunk, text_)}
   result["sampler"] = sampler_figures(plan, resident)
   if not plan.config.sampler.release:
     result["memory"]["update"] += result["sampler"]["params"] + result["sampler"]["cache"]
@@ -152,10 +152,10 @@ def time_of(plan: Plan) -> dict[str, Any]:
           "decode_bytes": costs.decode_bytes(model, config.sampler.lanes, plan.tokens)}
 
 
-def collectives_of(plan: Plan, program) -> list[dict[str, Any]]:
+def collectives_of(plan: Plan, text_: str) -> list[dict[str, Any]]:
   """One entry for each kind and array, those that send most first; an update has `plan.micro` micro-batches."""
   found = {}
-  for each in hlo.collectives(program.as_text(), dynamic=plan.micro - 1, num_devices=len(plan.mesh.devices.flat)):
+  for each in hlo.collectives(text_, dynamic=plan.micro - 1, num_devices=len(plan.mesh.devices.flat)):
     entry = found.setdefault((each.kind, str(each.array), each.group), {
         "kind": each.kind, "array": str(each.array), "group": each.group, "count": 0.0, "sent": 0.0})
     entry["count"] += each.count

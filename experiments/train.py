@@ -107,7 +107,8 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
             rollouts.settle()
             phases.evaluate_at(config, weights.policy(state), world, judge, writer, workdir, step)
           # After all of the step's rows: a run killed before this repeats the step, one killed after it has them.
-          checkpointer.save(step, weights.at_rest(state), force=last)
+          if last or checkpointer.due(step):  # of adapters' frozen weights it takes a hash
+            checkpointer.save(step, weights.at_rest(state), force=last)
           progress.update(1, note=f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}")
           if int(state.skipped_in_a_row) >= MOST_SKIPPED:
             checkpointer.save(step, weights.at_rest(state), force=True)

@@ -46,7 +46,7 @@ class Answers:
     path = self.folder / "settings.json"
     settings = json.loads(json.dumps(settings))  # as they will be read: tuples are lists
     if path.exists():
-      known = _read_settings(path)
+      known = metrics.read_object(path, "move its folder away")
       differ = sorted(key for key in known.keys() | settings if known.get(key) != settings.get(key))
       if differ:
         told = "; ".join(f"{key} was {known.get(key)!r} and is {settings.get(key)!r}" for key in differ[:4])
@@ -110,13 +110,3 @@ def open_folder(path: str | os.PathLike) -> dict[str, dict[tuple[str, int], Row]
       raise ValueError(f"{path} holds {len(found)} evaluations; name one of them: {', '.join(map(str, found))}")
     path = found[0]
   return {urllib.parse.unquote(file.name.removesuffix(".jsonl")): read(file) for file in sorted(path.glob("*.jsonl"))}
-
-
-def _read_settings(path: pathlib.Path) -> dict:
-  try:
-    known = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{path} is not JSON ({error}); move its folder away") from error
-  if not isinstance(known, dict):
-    raise ValueError(f"{path} is no JSON object; move its folder away")
-  return known

@@ -50,12 +50,16 @@ class Checkpointer:
   def latest_step(self) -> int | None:
     return self._manager.latest_step()
 
+  def due(self, step: int) -> bool:
+    """Whether `save` would save that step unforced: what a checkpoint costs to prepare need not be spent otherwise."""
+    return step % self._every == 0
+
   def save(self, step: int, state: Any, *, force: bool = False) -> bool:
     """Saves `state` under `step` if step is a multiple of `every`, or if forced; says whether it did.
 
     Saving a step that is there already does nothing, so a run may force its last step without asking.
     """
-    if (step % self._every and not force) or step == self.latest_step:
+    if not (self.due(step) or force) or step == self.latest_step:
       return False
     return self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 

@@ -50,15 +50,14 @@ def write_atomic(path: str | os.PathLike, text: str) -> None:
   os.replace(part, path)
 
 
-def read_object(path: str | os.PathLike) -> Row:
-  """The JSON object that a small file of a workdir holds; raises ValueError, naming the file, where it holds none."""
+def read_object(path: str | os.PathLike, way_out: str = "bring it back from a copy, or use a new --workdir") -> Row:
+  """The JSON object that a small file holds; raises ValueError, naming the file and the way out, where it holds none."""
   try:
     value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
   except ValueError as error:
-    raise ValueError(f"{os.fspath(path)} is damaged: it is no JSON ({error}); bring it back from a copy, or use a new "
-                     "--workdir") from error
+    raise ValueError(f"{os.fspath(path)} is not JSON ({error}), so it is damaged; {way_out}") from error
   if not isinstance(value, dict):
-    raise ValueError(f"{os.fspath(path)} is damaged: it holds no JSON object; bring it back from a copy, or use a new --workdir")
+    raise ValueError(f"{os.fspath(path)} is no JSON object, so it is damaged; {way_out}")
   return value
 
 
