@@ -2,17 +2,19 @@
 
     python experiments/train.py --config=configs/baselines.py:grpo --workdir=runs/grpo
     python experiments/train.py --config=configs/baselines.py:san:base --workdir=runs/san_3b
-    python experiments/sweep.py --config=configs/baselines.py:grpo --sweep=table --seeds=3 --workdir=runs/table
+    python experiments/sweep.py --config=configs/baselines.py:grpo --sweep=table --seeds=3
+    --workdir=runs/table
 
-After the first colon comes the method, after a second one the preset of configs/search_r1.py it runs on (`tiny` if
-none is named). A method changes the estimator, and the loss where its paper ties the two; everything else is the
-preset's, so that two methods differ in nothing that their name does not say. The table of arXiv 2510.06214 is
-`grpo`, `san`, `stratified_grpo`.
+After the first colon comes the method, after a second one the preset of configs/search_r1.py it
+runs on (`tiny` if none is named). A method changes the estimator, and the loss where its paper ties
+the two; everything else is the preset's, so that two methods differ in nothing that their name does
+not say. The table of arXiv 2510.06214 is `grpo`, `san`, `stratified_grpo`.
 
-Methods that learn nothing (`direct`, `cot`, `rag`, `ircot`, `search_o1`) need a preset with weights, `smollm2` if none is
-named, and are evaluated as they stand:
+Methods that learn nothing (`direct`, `cot`, `rag`, `ircot`, `search_o1`) need a preset with
+weights, `smollm2` if none is named, and are evaluated as they stand:
 
-    python experiments/evaluate.py --config=configs/baselines.py:rag:instruct --sets=all --workdir=runs/rag_3b
+    python experiments/evaluate.py --config=configs/baselines.py:rag:instruct --sets=all
+    --workdir=runs/rag_3b
 """
 
 import ml_collections
@@ -21,33 +23,46 @@ from configs import search_r1
 
 # Method -> the config fields in which it differs from the preset.
 METHODS = {
-    "grpo": {"advantage.name": "gn"},  # arXiv 2402.03300: (R - R_g) / s_g
-    "san": {"advantage.name": "san"},  # arXiv 2510.06214, Definition 1
-    "stratified_grpo": {"advantage.name": "blend"},  # arXiv 2510.06214, Definition 2; alpha is the preset's
-    # arXiv 2503.20783: no division by the deviation, tokens summed and divided by a constant.
-    "dr_grpo": {"advantage.name": "dr_grpo", "loss.aggregation": "constant"},
-    "rloo": {"advantage.name": "loo"},  # arXiv 2402.14740's baseline, under the preset's clipped loss
-    "reinforce": {"advantage.name": "reinforce"},  # no baseline at all
-    "reinforce_batch": {"advantage.name": "reinforce_batch"},  # arXiv 2501.03262
-    "gn_batch": {"advantage.name": "gn_batch"},  # arXiv 2501.03262 with a group baseline
-    "centered": {"advantage.name": "centered"},  # R - R_g
-    "stratified": {"advantage.name": "stratified"},  # R - R_k
-    "stratified_loo": {"advantage.name": "stratified_loo"},  # leave-one-out inside the stratum
-    "shrunk": {"advantage.name": "shrunk"},  # stratum means drawn to the group's where strata are small
-    "two_term": {"advantage.name": "two_term"},  # within strata + lam x between strata
-    "san_rms": {"advantage.name": "san_rms"},  # SAN at gn's root mean square: its direction without its smaller step
-    "san_fallback": {"advantage.name": "san", "advantage.fallback": "gn"},  # gn for those alone in a stratum
-    "annealed": {"advantage.name": "blend", "advantage.alpha": 1.0, "advantage.alpha_end": 0.0},
-    "random_strata": {"advantage.name": "blend", "strata.name": "random"},  # same sizes, no meaning: the control
+  "grpo": {"advantage.name": "gn"},  # arXiv 2402.03300: (R - R_g) / s_g
+  "san": {"advantage.name": "san"},  # arXiv 2510.06214, Definition 1
+  "stratified_grpo": {
+    "advantage.name": "blend"
+  },  # arXiv 2510.06214, Definition 2; alpha is the preset's
+  # arXiv 2503.20783: no division by the deviation, tokens summed and divided by a constant.
+  "dr_grpo": {"advantage.name": "dr_grpo", "loss.aggregation": "constant"},
+  "rloo": {"advantage.name": "loo"},  # arXiv 2402.14740's baseline, under the preset's clipped loss
+  "reinforce": {"advantage.name": "reinforce"},  # no baseline at all
+  "reinforce_batch": {"advantage.name": "reinforce_batch"},  # arXiv 2501.03262
+  "gn_batch": {"advantage.name": "gn_batch"},  # arXiv 2501.03262 with a group baseline
+  "centered": {"advantage.name": "centered"},  # R - R_g
+  "stratified": {"advantage.name": "stratified"},  # R - R_k
+  "stratified_loo": {"advantage.name": "stratified_loo"},  # leave-one-out inside the stratum
+  "shrunk": {
+    "advantage.name": "shrunk"
+  },  # stratum means drawn to the group's where strata are small
+  "two_term": {"advantage.name": "two_term"},  # within strata + lam x between strata
+  "san_rms": {
+    "advantage.name": "san_rms"
+  },  # SAN at gn's root mean square: its direction without its smaller step
+  "san_fallback": {
+    "advantage.name": "san",
+    "advantage.fallback": "gn",
+  },  # gn for those alone in a stratum
+  "annealed": {"advantage.name": "blend", "advantage.alpha": 1.0, "advantage.alpha_end": 0.0},
+  "random_strata": {
+    "advantage.name": "blend",
+    "strata.name": "random",
+  },  # same sizes, no meaning: the control
 }
 
-# Methods that learn nothing -> likewise. A preset that shows worked examples gets the method's own (`rag_few_shot`).
+# Methods that learn nothing -> likewise. A preset that shows worked examples gets the method's own
+# (`rag_few_shot`).
 INFERENCE = {
-    "direct": {"rollout.protocol": "direct"},  # one answer, no search
-    "cot": {"rollout.protocol": "cot"},  # arXiv 2201.11903: reasoning, then the answer
-    "rag": {"rollout.protocol": "rag"},  # arXiv 2005.11401's task: one search with the question
-    "ircot": {"rollout.protocol": "ircot"},  # arXiv 2212.10509
-    "search_o1": {"rollout.protocol": "search_o1"},  # arXiv 2501.05366
+  "direct": {"rollout.protocol": "direct"},  # one answer, no search
+  "cot": {"rollout.protocol": "cot"},  # arXiv 2201.11903: reasoning, then the answer
+  "rag": {"rollout.protocol": "rag"},  # arXiv 2005.11401's task: one search with the question
+  "ircot": {"rollout.protocol": "ircot"},  # arXiv 2212.10509
+  "search_o1": {"rollout.protocol": "search_o1"},  # arXiv 2501.05366
 }
 
 
@@ -56,8 +71,10 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
   if name in INFERENCE:
     return _inference(name, preset or "smollm2")
   if name not in METHODS:
-    raise ValueError(f"method {name!r} is unknown; choose one of {', '.join([*METHODS, *INFERENCE])}, "
-                     "as in configs/baselines.py:grpo or configs/baselines.py:grpo:instruct")
+    raise ValueError(
+      f"method {name!r} is unknown; choose one of {', '.join([*METHODS, *INFERENCE])}, "
+      "as in configs/baselines.py:grpo or configs/baselines.py:grpo:instruct"
+    )
   config = search_r1.get_config(preset or "tiny")
   for key, value in METHODS[name].items():
     _set(config, key, value)
@@ -95,4 +112,8 @@ def sweep_methods(add):
     add(preset=method)
 
 
-sweep_alpha, sweep_strata, sweep_seeds = search_r1.sweep_alpha, search_r1.sweep_strata, search_r1.sweep_seeds
+sweep_alpha, sweep_strata, sweep_seeds = (
+  search_r1.sweep_alpha,
+  search_r1.sweep_strata,
+  search_r1.sweep_seeds,
+)

@@ -2,9 +2,9 @@
 
     python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny
 
-Presets, after the colon: `tiny` (none means this; two CPU cores, a quarter of an hour), `smollm2` (real weights, real
-questions), `base` and `instruct` (Qwen2.5-3B as in the paper). Any field can be given on the command line:
-`--config.advantage.alpha=0.4`.
+Presets, after the colon: `tiny` (none means this; two CPU cores, a quarter of an hour), `smollm2`
+(real weights, real questions), `base` and `instruct` (Qwen2.5-3B as in the paper). Any field can be
+given on the command line: `--config.advantage.alpha=0.4`.
 """
 
 import ml_collections
@@ -14,7 +14,10 @@ from ml_collections import config_dict
 def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
   changes = {"tiny": _tiny, "smollm2": _smollm2, "base": _base, "instruct": _instruct}
   if preset not in changes:
-    raise ValueError(f"preset {preset!r} is unknown; choose one of {sorted(changes)}, as in configs/search_r1.py:tiny")
+    raise ValueError(
+      f"preset {preset!r} is unknown; choose one of {sorted(changes)}, as in "
+      "configs/search_r1.py:tiny"
+    )
   config = _common()
   changes[preset](config)
   return config
@@ -27,11 +30,15 @@ def _common() -> ml_collections.ConfigDict:
   c.num_steps = 200
 
   c.policy = ml_collections.ConfigDict()
-  c.policy.checkpoint = ""  # a Hugging Face directory; empty builds the tiny decoder of the sizes below
+  c.policy.checkpoint = (
+    ""  # a Hugging Face directory; empty builds the tiny decoder of the sizes below
+  )
   c.policy.dtype = "float32"
   c.policy.remat = "none"  # none, dots, full
   c.policy.unroll = 1  # layers per iteration of the scan over layers
-  c.policy.attention = "auto"  # library, cudnn, splash, folded; auto takes the fastest for the platform
+  c.policy.attention = (
+    "auto"  # library, cudnn, splash, folded; auto takes the fastest for the platform
+  )
   c.policy.logit_chunk = 0  # positions of a row whose logits exist at once; 0 is all
 
   c.data = ml_collections.ConfigDict()
@@ -40,7 +47,9 @@ def _common() -> ml_collections.ConfigDict:
   c.data.corpus = ""  # JSONL, plain or .gz
   c.data.split = "train"
   c.data.held_out_split = "dev"
-  c.data.evaluation = ""  # file or folder of what is evaluated on; empty takes held_out_split of data.questions
+  c.data.evaluation = (
+    ""  # file or folder of what is evaluated on; empty takes held_out_split of data.questions
+  )
   c.data.questions_per_step = 256
 
   c.rollout = ml_collections.ConfigDict()
@@ -75,7 +84,9 @@ def _common() -> ml_collections.ConfigDict:
   c.sampler.outage_s = 120.0  # how long none may be usable
   c.sampler.health_s = 15.0
   c.sampler.update_s = 600.0
-  c.sampler.probe_tolerance = 0.0  # largest difference of a log-prob; 0 is 1e-3 in float32, 0.1 in bfloat16
+  c.sampler.probe_tolerance = (
+    0.0  # largest difference of a log-prob; 0 is 1e-3 in float32, 0.1 in bfloat16
+  )
   c.sampler.helper_python = ".venv-sglang/bin/python"  # of group
   c.sampler.group_backend = "gloo"  # gloo, nccl
   c.sampler.group_address = "127.0.0.1"
@@ -85,10 +96,15 @@ def _common() -> ml_collections.ConfigDict:
   c.retriever.name = "bm25"  # bm25, dense, hybrid, http
   c.retriever.index = ""  # dense, hybrid: a folder that experiments/build_index.py made
   c.retriever.encoder = ""  # its model directory, where it is not the index's own
-  c.retriever.url = "http://127.0.0.1:8000"  # http: experiments/serve_retriever.py, or any server of Search-R1's form
-  c.retriever.corpus = ""  # http, dense, hybrid: digest that the manifest must have; empty takes any
+  # http: experiments/serve_retriever.py, or any server of Search-R1's form
+  c.retriever.url = "http://127.0.0.1:8000"
+  c.retriever.corpus = (
+    ""  # http, dense, hybrid: digest that the manifest must have; empty takes any
+  )
   c.retriever.timeout_s = 30.0  # of one request
-  c.retriever.retries = 4  # attempts after the first, before a search is lost and its rollout masked
+  c.retriever.retries = (
+    4  # attempts after the first, before a search is lost and its rollout masked
+  )
   c.retriever.give_up_s = 300.0  # without a usable reply; then the run stops
   c.retriever.queries_per_request = 64
   c.retriever.in_flight = 16  # requests at the same time
@@ -100,9 +116,13 @@ def _common() -> ml_collections.ConfigDict:
   c.advantage.eps = 1e-6
   c.advantage.ddof = 0
   # Options of single estimators; None leaves the estimator's own default.
-  c.advantage.alpha_end = config_dict.placeholder(float)  # blend: alpha moves to this over alpha_steps
+  c.advantage.alpha_end = config_dict.placeholder(
+    float
+  )  # blend: alpha moves to this over alpha_steps
   c.advantage.alpha_steps = config_dict.placeholder(int)
-  c.advantage.kappa = config_dict.placeholder(float)  # blend, shrunk, san: weight n_k / (n_k + kappa)
+  c.advantage.kappa = config_dict.placeholder(
+    float
+  )  # blend, shrunk, san: weight n_k / (n_k + kappa)
   c.advantage.lam = config_dict.placeholder(float)  # two_term: weight of the part between strata
   c.advantage.over = config_dict.placeholder(str)  # question, batch
   c.advantage.fallback = config_dict.placeholder(str)  # san: zero, gn, shrink
@@ -133,7 +153,9 @@ def _common() -> ml_collections.ConfigDict:
 
   c.packing = ml_collections.ConfigDict()
   c.packing.row_length = 4096
-  c.packing.rows = 0  # packed rows of a micro-batch, over all devices; 0 is one for each part that the mesh splits rows into
+  # packed rows of a micro-batch, over all devices; 0 is one for each part that the mesh splits rows
+  # into
+  c.packing.rows = 0
 
   c.memory = ml_collections.ConfigDict()
   c.memory.optimizer = "device"  # device, host: where the optimizer's state lies between updates
@@ -209,11 +231,18 @@ def _tiny(c):
   c.warm_start.learning_rate = 2e-3
   c.warm_start.weight_decay = 0.0
   c.warm_start.context_weight = 0.3  # loss weight of the tokens that the script did not write
-  c.warm_start.wrong_query = 0.02  # rates of the script's mistakes, per search (a turn, for invalid)
+  c.warm_start.wrong_query = (
+    0.02  # rates of the script's mistakes, per search (a turn, for invalid)
+  )
   c.warm_start.wrong_relation = 0.02
   c.warm_start.invalid = 0.005
   c.warm_start.encyclopedias = 24  # practice worlds, so that none is learnt by heart
-  c.warm_start.mixture = (0.15, 0.2, 0.25, 0.4)  # shares of the demonstrations that search 0, 1, 2, 3 times
+  c.warm_start.mixture = (
+    0.15,
+    0.2,
+    0.25,
+    0.4,
+  )  # shares of the demonstrations that search 0, 1, 2, 3 times
 
   c.mesh.fsdp = 1
   c.eval.forced = True
@@ -221,7 +250,8 @@ def _tiny(c):
 
 
 def _smollm2(c):
-  """SmolLM2-135M-Instruct on real questions; `python third_party/smollm2/fetch.py` brings the weights."""
+  """SmolLM2-135M-Instruct on real questions; `python third_party/smollm2/fetch.py` brings the
+  weights."""
   c.num_steps = 3
   c.policy.checkpoint = ".cache/models/smollm2-135m-instruct"
   c.policy.logit_chunk = 128
@@ -277,8 +307,19 @@ def sweep_alpha(add):
 
 
 def sweep_estimators(add):
-  for name in ("gn", "san", "blend", "stratified", "centered", "loo", "stratified_loo", "shrunk", "two_term", "dr_grpo",
-               "san_rms"):
+  for name in (
+    "gn",
+    "san",
+    "blend",
+    "stratified",
+    "centered",
+    "loo",
+    "stratified_loo",
+    "shrunk",
+    "two_term",
+    "dr_grpo",
+    "san_rms",
+  ):
     add(**{"advantage.name": name})
 
 

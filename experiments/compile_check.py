@@ -1,16 +1,19 @@
-"""Says before a machine is rented whether a run fits it, and how long an update takes there at the least.
+"""Says before a machine is rented whether a run fits it, and how long an update takes there at the
+least.
 
     python experiments/compile_check.py --config=configs/search_r1.py:base --topology=v5e:4x4
-    python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8 --config.lora.rank=64
+    python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8
+    --config.lora.rank=64
 
-Compiles the real update and the sampler's real prefill and decode for the chips of a topology (v5e, v5p, v6e by their
-grid, or N forced CPU devices), without weights, data or any chip: where policy.checkpoint is not here, the sizes of a
-known model are taken by its name. For a TPU the compiler comes from the package libtpu, once:
+Compiles the real update and the sampler's real prefill and decode for the chips of a topology (v5e,
+v5p, v6e by their grid, or N forced CPU devices), without weights, data or any chip: where
+policy.checkpoint is not here, the sizes of a known model are taken by its name. For a TPU the
+compiler comes from the package libtpu, once:
 
     .venv/bin/python -m pip install --no-deps --target .cache/libtpu 'libtpu==0.0.42.*'
 
-(the version that `pip install 'jax[tpu]'` names beside jax 0.10.2; not in the environment itself, where it looks for a
-TPU at every start). Exit status 1 means that it does not fit.
+(the version that `pip install 'jax[tpu]'` names beside jax 0.10.2; not in the environment itself,
+where it looks for a TPU at every start). Exit status 1 means that it does not fit.
 """
 
 import dataclasses
@@ -23,26 +26,51 @@ import time
 from absl import app, flags
 
 _LIBTPU = pathlib.Path(__file__).parents[1] / ".cache" / "libtpu"
-_CPU = next((int(part.rpartition(":")[2]) for part in sys.argv if "cpu:" in part and part.rpartition(":")[2].isdigit()), 0)
+_CPU = next(
+  (
+    int(part.rpartition(":")[2])
+    for part in sys.argv
+    if "cpu:" in part and part.rpartition(":")[2].isdigit()
+  ),
+  0,
+)
 if _CPU:  # before jax starts
-  os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={_CPU}"
+  os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={_CPU}"
+  )
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no TPU is asked for here: its library need not look for one
+os.environ.setdefault(
+  "TPU_SKIP_MDS_QUERY", "1"
+)  # no TPU is asked for here: its library need not look for one
 sys.path.insert(0, str(_LIBTPU))
 
 import jax
 from ml_collections import config_flags
 
-from experiments import build, check, compiled
-from stratified import costs
+from stratified.planning import compiled, costs
 from stratified.policy import sizes
+from stratified.runs import build, check
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/search_r1.py:base", "The run.")
-_TOPOLOGY = flags.DEFINE_string("topology", "v5e:4x4", "KIND:GRID with KIND v5e, v5p or v6e, such as v5e:4x4; or cpu:N.")
-_TOKENS = flags.DEFINE_float("tokens", 1200, "Tokens of a rollout on average, prompt and observations included: sets the "
-                             "number of micro-batches of the time figures; memory does not depend on it.", lower_bound=1)
-_MARGIN = flags.DEFINE_float("margin", 0.1, "Share of a chip's memory that must stay free.", lower_bound=0, upper_bound=1)
-_LAYERS = flags.DEFINE_integer("layers", None, "Only the update, with so many layers: how its compilation grows with depth.", lower_bound=1)
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", "v5e:4x4", "KIND:GRID with KIND v5e, v5p or v6e, such as v5e:4x4; or cpu:N."
+)
+_TOKENS = flags.DEFINE_float(
+  "tokens",
+  1200,
+  "Tokens of a rollout on average, prompt and observations included: sets the "
+  "number of micro-batches of the time figures; memory does not depend on it.",
+  lower_bound=1,
+)
+_MARGIN = flags.DEFINE_float(
+  "margin", 0.1, "Share of a chip's memory that must stay free.", lower_bound=0, upper_bound=1
+)
+_LAYERS = flags.DEFINE_integer(
+  "layers",
+  None,
+  "Only the update, with so many layers: how its compilation grows with depth.",
+  lower_bound=1,
+)
 _JSON = flags.DEFINE_string("json", None, "Also write the figures there.")
 
 
@@ -50,17 +78,24 @@ def devices_of(topology: str):
   """(devices, platform, costs.Device or None) of `v5e:4x4` or `cpu:8`."""
   kind, _, grid = topology.partition(":")
   if kind == "cpu" and grid.isdigit() and int(grid) > 0:
-    return jax.devices()[:int(grid)], "cpu", None
+    return jax.devices()[: int(grid)], "cpu", None
   if kind not in ("v5e", "v5p", "v6e") or not grid:
-    raise ValueError(f"--topology={topology} is unknown; write v5e:4x4, v6e:2x4, v5p:2x2x2 or another grid of these, or cpu:8")
+    raise ValueError(
+      f"--topology={topology} is unknown; write v5e:4x4, v6e:2x4, v5p:2x2x2 or another grid of "
+      "these, or cpu:8"
+    )
   from jax.experimental import topologies
+
   try:
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   except Exception as error:
     why = str(error).splitlines()[0]
     raise ValueError(
-        f"--topology={topology} can't be described ({why}); is it a grid that exists, and is the compiler here? "
-        "To get it: .venv/bin/python -m pip install --no-deps --target .cache/libtpu 'libtpu==0.0.42.*'") from error
+      f"--topology={topology} can't be described ({why}); is it a grid that exists, and is the "
+      "compiler here? "
+      "To get it: .venv/bin/python -m pip install --no-deps --target .cache/libtpu "
+      "'libtpu==0.0.42.*'"
+    ) from error
   return found.devices, "tpu", costs.DEVICES[kind]
 
 
@@ -86,13 +121,18 @@ def main(_) -> None:
     sys.exit(f"{error}")
   if _LAYERS.value:
     compiled.compile_update(plan)
-    print(f"{_TOPOLOGY.value}: the update of {_LAYERS.value} layers compiled in {time.perf_counter() - start:.1f} s")
+    print(
+      f"{_TOPOLOGY.value}: the update of {_LAYERS.value} layers compiled in "
+      f"{time.perf_counter() - start:.1f} s"
+    )
     return
   figures = compiled.figures(plan)
   print(compiled.text(_TOPOLOGY.value, plan, figures, _MARGIN.value))
   print(f"\ncompiled in {time.perf_counter() - start:.0f} s with jax {jax.__version__}")
   if _JSON.value:
-    pathlib.Path(_JSON.value).write_text(json.dumps({"topology": _TOPOLOGY.value} | figures, indent=2) + "\n")
+    pathlib.Path(_JSON.value).write_text(
+      json.dumps({"topology": _TOPOLOGY.value} | figures, indent=2) + "\n"
+    )
   if device and not compiled.fits(plan, figures, _MARGIN.value):
     sys.exit(1)
 

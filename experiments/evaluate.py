@@ -6,10 +6,11 @@
     python experiments/evaluate.py --config=configs/baselines.py:rag:smollm2 --sets=nq,hotpotqa --workdir=runs/rag \\
         --compare=runs/x_table
 
-Greedy, or --samples=n rollouts a question at --temperature. Prints exact match by set in the form of the papers' tables,
-everything by set and by hops with 95 % intervals, and a paired test against each --compare; adds the scores to
-evaluation.json. WORKDIR/evaluation/NAME/ holds an answer a line, written as it comes, and table.md, table.tex,
-table.json: the same command again goes on where a stopped one was.
+Greedy, or --samples=n rollouts a question at --temperature. Prints exact match by set in the form
+of the papers' tables, everything by set and by hops with 95 % intervals, and a paired test against
+each --compare; adds the scores to evaluation.json. WORKDIR/evaluation/NAME/ holds an answer a line,
+written as it comes, and table.md, table.tex, table.json: the same command again goes on where a
+stopped one was.
 """
 
 import json
@@ -20,23 +21,39 @@ from absl import app, flags
 import ml_collections
 from ml_collections import config_flags
 
-from experiments import build, check, evaluation, phases, servers, worlds
-from experiments.weights import Weights
-from stratified import answers, metrics, tables
+from stratified import files
+from stratified.evaluation import answers, runner, tables
+from stratified.learner.weights import Weights
 from stratified.retrieval.client import RetrieverDown
-from stratified.rollout.sglang.errors import SamplerError
+from stratified.runs import build, check, phases
+from stratified.runs import samplers as servers
+from stratified.sampling.sglang.errors import SamplerError
+from stratified.tasks import worlds
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The preset, where the workdir holds no run.")
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "The preset, where the workdir holds no run."
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
-_QUESTIONS = flags.DEFINE_integer("questions", 0, "Questions of each set; 0 is the config's eval.questions, -1 is all.",
-                                lower_bound=-1)
-_SETS = flags.DEFINE_list("sets", None, "Question sets by name, or all; without it, the held-out questions of the config.")
+_QUESTIONS = flags.DEFINE_integer(
+  "questions",
+  0,
+  "Questions of each set; 0 is the config's eval.questions, -1 is all.",
+  lower_bound=-1,
+)
+_SETS = flags.DEFINE_list(
+  "sets", None, "Question sets by name, or all; without it, the held-out questions of the config."
+)
 _FORCED = flags.DEFINE_integer("forced", None, "Make every rollout search exactly this often.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Rollouts of each question.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy, as one rollout is; several take the config's.",
-                                  lower_bound=0)
-_COMPARE = flags.DEFINE_list("compare", [], "Workdirs or evaluation folders: rows of the table, each with a paired test.")
-_NAME = flags.DEFINE_string("name", None, "The folder under WORKDIR/evaluation; by default it says what was evaluated.")
+_TEMPERATURE = flags.DEFINE_float(
+  "temperature", None, "0 is greedy, as one rollout is; several take the config's.", lower_bound=0
+)
+_COMPARE = flags.DEFINE_list(
+  "compare", [], "Workdirs or evaluation folders: rows of the table, each with a paired test."
+)
+_NAME = flags.DEFINE_string(
+  "name", None, "The folder under WORKDIR/evaluation; by default it says what was evaluated."
+)
 _LABEL = flags.DEFINE_string("label", None, "The row's name in the tables.")
 
 
@@ -49,8 +66,8 @@ def main(_) -> None:
     check.check(config)
     limits = worlds.limits(config, forced_searches=_FORCED.value)
     world, count = worlds.world(config), _QUESTIONS.value or config.eval.questions
-    sets = evaluation.question_sets(config, world, _SETS.value, None if count < 0 else count)
-    evaluation.check_shared(sets, others)
+    sets = runner.question_sets(config, world, _SETS.value, None if count < 0 else count)
+    runner.check_shared(sets, others)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   phases.enable_compilation_cache()
@@ -58,25 +75,47 @@ def main(_) -> None:
   step, params = restore(config, workdir, mesh, model) if stored else (0, None)
   label = _LABEL.value or workdir.name + (f", step {step}" if stored else "")
   try:
-    kept = answers.Answers(workdir / "evaluation" / _folder(step if stored else None, temperature), evaluation.settings(
-        config, step=step, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value))
+    kept = answers.Answers(
+      workdir / "evaluation" / _folder(step if stored else None, temperature),
+      runner.settings(
+        config, step=step, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value
+      ),
+    )
     if params is None:
       params = build.initial_params(config, model, mesh)
     config.rollout.temperature = temperature or config.rollout.temperature
     with servers.samplers(config, mesh, model, world.tokenizer) as samplers:
       sampler = samplers[temperature == 0]
-      sampler.load(params, evaluation.FIRST_STEP)
-      found = {name: evaluation.run(kept, name, questions, world=world, retriever=retriever, sampler=sampler,
-                                    limits=limits, samples=_SAMPLES.value, stop=stop)
-               for name, (questions, retriever) in sets.items()}
-    write(workdir, kept.folder, step, evaluation.row(label, found), [
-        (folder, evaluation.row(folder, _groups(theirs)), evaluation.paired(found, theirs))
-        for folder, theirs in others.items()])
+      sampler.load(params, runner.FIRST_STEP)
+      found = {
+        name: runner.run(
+          kept,
+          name,
+          questions,
+          world=world,
+          retriever=retriever,
+          sampler=sampler,
+          limits=limits,
+          samples=_SAMPLES.value,
+          stop=stop,
+        )
+        for name, (questions, retriever) in sets.items()
+      }
+    write(
+      workdir,
+      kept.folder,
+      step,
+      runner.row(label, found),
+      [
+        (folder, runner.row(folder, _groups(theirs)), runner.paired(found, theirs))
+        for folder, theirs in others.items()
+      ],
+    )
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   except (RetrieverDown, SamplerError) as error:
     sys.exit(f"{error}; the answers so far are in {kept.folder}")
-  except evaluation.Stopped:
+  except runner.Stopped:
     sys.exit(f"stopped; the answers so far are in {kept.folder}, the same command goes on")
 
 
@@ -87,13 +126,19 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
   parts += [tables.comparison(row["label"], name, tests) for name, _, tests in others]
   text = "\n\n".join(parts)
   print(text)
-  metrics.write_atomic(folder / "table.md", text + "\n")
-  metrics.write_atomic(folder / "table.tex", tables.latex(rows) + "\n")
+  files.write_atomic(folder / "table.md", text + "\n")
+  files.write_atomic(folder / "table.tex", tables.latex(rows) + "\n")
   paired = {name: tests for name, _, tests in others}
-  metrics.write_atomic(folder / "table.json", json.dumps({"rows": rows, "paired": paired}, indent=2) + "\n")
+  files.write_atomic(
+    folder / "table.json", json.dumps({"rows": rows, "paired": paired}, indent=2) + "\n"
+  )
   scores = {"step": step, "sets": row["sets"], "average": row["average"]}
   if _FORCED.value is not None or _SAMPLES.value > 1 or _temperature_given():
-    scores = {f"forced_{_FORCED.value}" if _FORCED.value is not None and _SAMPLES.value == 1 else folder.name: scores}
+    scores = {
+      f"forced_{_FORCED.value}"
+      if _FORCED.value is not None and _SAMPLES.value == 1
+      else folder.name: scores
+    }
   elif _SETS.value:
     scores["sets"] = _sets_of_step(workdir, step) | scores["sets"]
   phases.record(workdir, scores)
@@ -109,20 +154,26 @@ def _config(workdir: pathlib.Path):
   """The config to evaluate with, and whether it is that of a run in the workdir."""
   stored = workdir / "config.json"
   if stored.exists():
-    return evaluation.for_evaluation(ml_collections.ConfigDict(metrics.read_object(stored))), True
+    return runner.for_evaluation(ml_collections.ConfigDict(files.read_object(stored))), True
   if _CONFIG.value is None:
-    raise ValueError(f"{workdir} holds no run (no config.json): train one there, or name a preset with "
-                     "--config=configs/search_r1.py:PRESET")
-  return evaluation.for_evaluation(_CONFIG.value), False
+    raise ValueError(
+      f"{workdir} holds no run (no config.json): train one there, or name a preset with "
+      "--config=configs/search_r1.py:PRESET"
+    )
+  return runner.for_evaluation(_CONFIG.value), False
 
 
 def _temperature(config) -> float:
-  """One rollout is greedy unless told otherwise; several need a temperature, or they would all be one."""
+  """One rollout is greedy unless told otherwise; several need a temperature, or they would all be
+  one."""
   if _TEMPERATURE.value is None:
     return 0.0 if _SAMPLES.value == 1 else config.rollout.temperature
   if _TEMPERATURE.value == 0 and _SAMPLES.value > 1:
-    raise ValueError(f"--samples={_SAMPLES.value} at --temperature=0 would be the same rollout {_SAMPLES.value} times; "
-                     "give a temperature above 0 or leave --samples=1")
+    raise ValueError(
+      f"--samples={_SAMPLES.value} at --temperature=0 would be the same rollout {_SAMPLES.value} "
+      "times; "
+      "give a temperature above 0 or leave --samples=1"
+    )
   return _TEMPERATURE.value
 
 
@@ -141,9 +192,10 @@ def _folder(step: int | None, temperature: float) -> str:
 
 
 def _sets_of_step(workdir: pathlib.Path, step: int) -> dict:
-  """The sets that evaluation.json knows of the same step: evaluating others must not forget them."""
+  """The sets that evaluation.json knows of the same step: evaluating others must not forget
+  them."""
   path = workdir / "evaluation.json"
-  known = metrics.read_object(path) if path.exists() else {}
+  known = files.read_object(path) if path.exists() else {}
   return known.get("sets", {}) if known.get("step") == step else {}
 
 

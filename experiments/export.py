@@ -1,13 +1,15 @@
 """Writes a trained policy as a Hugging Face directory, which transformers, vLLM and SGLang load.
 
-    python experiments/export.py --workdir=runs/tiny --output=exports/tiny [--step=200] [--dtype=bfloat16]
-    python experiments/export.py --workdir=runs/lora --output=exports/lora --adapters
-    python experiments/export.py --config=configs/search_r1.py:smollm2 --output=exports/untrained
+    python experiments/export.py --workdir=runs/tiny --output=exports/tiny [--step=200]
+    [--dtype=bfloat16] python experiments/export.py --workdir=runs/lora --output=exports/lora
+    --adapters python experiments/export.py --config=configs/search_r1.py:smollm2
+    --output=exports/untrained
 
-From a run's newest checkpoint or that of --step; with --config and no workdir, the preset's model as it stands. Weights
-are written in the dtypes of the model directory that the run began with, float32 where it began with none. LoRA adapters
-are merged, or with --adapters written by themselves in PEFT's layout. The directory appears when it is whole; an earlier
-export under that name is replaced, anything else is left alone.
+From a run's newest checkpoint or that of --step; with --config and no workdir, the preset's model
+as it stands. Weights are written in the dtypes of the model directory that the run began with,
+float32 where it began with none. LoRA adapters are merged, or with --adapters written by themselves
+in PEFT's layout. The directory appears when it is whole; an earlier export under that name is
+replaced, anything else is left alone.
 """
 
 import json
@@ -22,47 +24,89 @@ import jax.numpy as jnp
 import ml_collections
 from ml_collections import config_flags
 
-from experiments import build
-from experiments.weights import Weights
-from stratified import metrics
+from stratified import files
 from stratified.data import tokenizer as tokenizers
-from stratified.policy import decoder, hugging_face, peft, tensor_files
+from stratified.learner.weights import Weights
+from stratified.policy import decoder
+from stratified.policy.files import hugging_face, peft, safetensors
+from stratified.runs import build
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The preset, where there is no --workdir.")
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "The preset, where there is no --workdir."
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
 _OUTPUT = flags.DEFINE_string("output", None, "The directory to write.", required=True)
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint of the run; the newest unless given.")
-_DTYPE = flags.DEFINE_string("dtype", None, "float32, bfloat16 or float16; that of the weights it began with unless given.")
-_ADAPTERS = flags.DEFINE_boolean("adapters", False, "Write the LoRA adapters alone, in PEFT's layout.")
-_SHARD_GB = flags.DEFINE_float("shard_gb", 5.0, "The most that one file of weights holds.", lower_bound=0.001)
+_DTYPE = flags.DEFINE_string(
+  "dtype", None, "float32, bfloat16 or float16; that of the weights it began with unless given."
+)
+_ADAPTERS = flags.DEFINE_boolean(
+  "adapters", False, "Write the LoRA adapters alone, in PEFT's layout."
+)
+_SHARD_GB = flags.DEFINE_float(
+  "shard_gb", 5.0, "The most that one file of weights holds.", lower_bound=0.001
+)
 
 MARK = "export.json"  # in a directory that this program wrote, and may replace
 
 
-def export(config, output: pathlib.Path, *, workdir: pathlib.Path | None = None, step: int | None = None,
-           dtype: str | None = None, adapters: bool = False, shard_bytes: int | None = None) -> int:
-  """Writes the policy of `workdir` (its newest checkpoint, or that of `step`), or that of `config` without one.
+def export(
+  config,
+  output: pathlib.Path,
+  *,
+  workdir: pathlib.Path | None = None,
+  step: int | None = None,
+  dtype: str | None = None,
+  adapters: bool = False,
+  shard_bytes: int | None = None,
+) -> int:
+  """Writes the policy of `workdir` (its newest checkpoint, or that of `step`), or that of `config`
+  without one.
 
-  Returns the step. Raises ValueError or FileNotFoundError, before anything is written, for what can't be exported and
-  for an output that holds something else; nothing is replaced before the new directory is whole.
+  Returns the step. Raises ValueError or FileNotFoundError, before anything is written, for what
+  can't be exported and for an output that holds something else; nothing is replaced before the new
+  directory is whole.
   """
   check_output(output)
   if dtype is not None:
-    tensor_files.check_dtypes([dtype])
+    safetensors.check_dtypes([dtype])
   # One device: the weights pass through the host one by one, whatever mesh they were trained on.
-  config = ml_collections.ConfigDict(config.to_dict() | {"mesh": {"data": 1, "fsdp": 1, "tensor": 1}})
-  weights = Weights(config, build.mesh_of(config), build.model_config(config), build.optimizer(config))
+  config = ml_collections.ConfigDict(
+    config.to_dict() | {"mesh": {"data": 1, "fsdp": 1, "tensor": 1}}
+  )
+  weights = Weights(
+    config, build.mesh_of(config), build.model_config(config), build.optimizer(config)
+  )
   if adapters and (weights.adapter is None or workdir is None):
-    raise ValueError("--adapters: there are none, since " + (
-        "no --workdir names a run that trained them" if workdir is None else "the run trained every weight (lora.rank=0)")
-        + "; leave the flag out to export the whole policy")
+    raise ValueError(
+      "--adapters: there are none, since "
+      + (
+        "no --workdir names a run that trained them"
+        if workdir is None
+        else "the run trained every weight (lora.rank=0)"
+      )
+      + "; leave the flag out to export the whole policy"
+    )
   parts = (None, _initial(weights), 0) if workdir is None else weights.restore_parts(workdir, step)
   if parts is None:
-    raise ValueError(f"{workdir} holds no checkpoint yet; its training command writes the first before step 1")
+    raise ValueError(
+      f"{workdir} holds no checkpoint yet; its training command writes the first before step 1"
+    )
   frozen, params, step = parts
-  write = (lambda folder: _write_adapters(folder, output, weights, frozen, params, dtype)) if adapters else (
-      lambda folder: write_model(folder, config, weights.model, _whole(weights, frozen, params), dtype, shard_bytes))
-  origin = {"checkpoint": config.policy.checkpoint} if workdir is None else {"workdir": str(workdir), "step": step}
+  write = (
+    (lambda folder: _write_adapters(folder, output, weights, frozen, params, dtype))
+    if adapters
+    else (
+      lambda folder: write_model(
+        folder, config, weights.model, _whole(weights, frozen, params), dtype, shard_bytes
+      )
+    )
+  )
+  origin = (
+    {"checkpoint": config.policy.checkpoint}
+    if workdir is None
+    else {"workdir": str(workdir), "step": step}
+  )
   replace(output, write, origin | {"dtype": dtype or "as it began", "adapters": adapters})
   return step
 
@@ -72,7 +116,10 @@ def check_output(output: pathlib.Path) -> None:
   if output.exists() and not output.is_dir():
     raise ValueError(f"--output={output} is a file; name a directory")
   if output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
-    raise ValueError(f"--output={output} holds files that are no export (no {MARK}); name another directory, or empty it")
+    raise ValueError(
+      f"--output={output} holds files that are no export (no {MARK}); name another directory, or "
+      "empty it"
+    )
 
 
 def replace(output: pathlib.Path, write, origin: dict) -> None:
@@ -80,7 +127,9 @@ def replace(output: pathlib.Path, write, origin: dict) -> None:
   output = output.resolve()  # a link stays, and what it points to is replaced
   partial, old = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "old"))
   output.parent.mkdir(parents=True, exist_ok=True)
-  if old.exists() and not output.exists():  # a call before this one was killed between its two renames
+  if (
+    old.exists() and not output.exists()
+  ):  # a call before this one was killed between its two renames
     os.rename(old, output)
   for left_over in (partial, old):
     shutil.rmtree(left_over, ignore_errors=True)
@@ -98,26 +147,51 @@ def replace(output: pathlib.Path, write, origin: dict) -> None:
       shutil.rmtree(left_over, ignore_errors=True)
 
 
-def write_model(folder: pathlib.Path, config, model: decoder.DecoderConfig, params: decoder.Params,
-                dtype: str | None = None, shard_bytes: int | None = None) -> None:
+def write_model(
+  folder: pathlib.Path,
+  config,
+  model: decoder.DecoderConfig,
+  params: decoder.Params,
+  dtype: str | None = None,
+  shard_bytes: int | None = None,
+) -> None:
   """The whole policy with its tokenizer: the one its model directory has, or the encyclopedia's."""
   source = config.policy.checkpoint
   kinds = dtype or (hugging_face.stored_dtypes(source) if source else "float32")
   extra = {} if source else write_tokenizer(folder, tokenizers.build())
-  hugging_face.save(folder, model, params, dtype=kinds, tokenizer_files=source or None, extra=extra, shard_bytes=shard_bytes)
+  hugging_face.save(
+    folder,
+    model,
+    params,
+    dtype=kinds,
+    tokenizer_files=source or None,
+    extra=extra,
+    shard_bytes=shard_bytes,
+  )
 
 
 def write_tokenizer(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
-  """The files that transformers' AutoTokenizer needs; returns the token ids that belong into config.json."""
+  """The files that transformers' AutoTokenizer needs; returns the token ids that belong into
+  config.json."""
   folder.mkdir(parents=True, exist_ok=True)
   tokenizer.save(folder / "tokenizer.json")
-  (end,) = (token for token, number in tokenizer.backend.get_vocab(True).items() if number == tokenizer.eos_id)
+  (end,) = (
+    token
+    for token, number in tokenizer.backend.get_vocab(True).items()
+    if number == tokenizer.eos_id
+  )
   ids = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.eos_id}
   for name, content in {
-      "tokenizer_config.json": {
-          "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end,
-          "clean_up_tokenization_spaces": False, "add_bos_token": False, "add_eos_token": False},
-      "generation_config.json": ids}.items():
+    "tokenizer_config.json": {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "eos_token": end,
+      "pad_token": end,
+      "clean_up_tokenization_spaces": False,
+      "add_bos_token": False,
+      "add_eos_token": False,
+    },
+    "generation_config.json": ids,
+  }.items():
     (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
   return ids
 
@@ -143,7 +217,9 @@ def _write_adapters(folder, output, weights: Weights, frozen, params, dtype) -> 
     base = output.absolute() / "base"
     write_model(folder / "base", config, weights.model, frozen)
     _copy_tokenizer(folder / "base", folder)
-  peft.save(folder, weights.model, weights.adapter, params, base=str(base), dtype=dtype or "float32")
+  peft.save(
+    folder, weights.model, weights.adapter, params, base=str(base), dtype=dtype or "float32"
+  )
 
 
 def _copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> None:
@@ -162,15 +238,25 @@ def main(_) -> None:
     if workdir is None:
       config = _CONFIG.value
     elif (workdir / "config.json").is_file():
-      config = ml_collections.ConfigDict(metrics.read_object(workdir / "config.json"))
+      config = ml_collections.ConfigDict(files.read_object(workdir / "config.json"))
     else:
       raise ValueError(f"{workdir} holds no run (no config.json)")
     output = pathlib.Path(_OUTPUT.value)
-    step = export(config, output, workdir=workdir, step=_STEP.value, dtype=_DTYPE.value, adapters=_ADAPTERS.value,
-                  shard_bytes=int(_SHARD_GB.value * 1e9))
+    step = export(
+      config,
+      output,
+      workdir=workdir,
+      step=_STEP.value,
+      dtype=_DTYPE.value,
+      adapters=_ADAPTERS.value,
+      shard_bytes=int(_SHARD_GB.value * 1e9),
+    )
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
-  print(f"{output} holds {'the adapters' if _ADAPTERS.value else 'the policy'}" + (f" of step {step}" if workdir else ""))
+  print(
+    f"{output} holds {'the adapters' if _ADAPTERS.value else 'the policy'}"
+    + (f" of step {step}" if workdir else "")
+  )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Writes a run's report.html, or the picture of a run as an SVG file.
 
-    python experiments/report.py --workdir=/tmp/run
-    python experiments/report.py --workdir=/tmp/run --picture=docs/run.svg
+python experiments/report.py --workdir=/tmp/run
+python experiments/report.py --workdir=/tmp/run --picture=docs/run.svg
 """
 
 import sys
 
 from absl import app, flags
 
-from stratified import metrics, report
+from stratified import files
+from stratified.reports import run_page
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
 _PICTURE = flags.DEFINE_string("picture", None, "Write this SVG file instead of report.html.")
@@ -19,10 +20,10 @@ def main(argv):
     raise app.UsageError(f"{argv[1]} is no flag: the run's folder goes into --workdir")
   try:
     if _PICTURE.value:
-      metrics.write_atomic(_PICTURE.value, report.picture(_WORKDIR.value))
+      files.write_atomic(_PICTURE.value, run_page.picture(_WORKDIR.value))
       print(_PICTURE.value)
     else:
-      print(report.write(_WORKDIR.value))
+      print(run_page.write(_WORKDIR.value))
   except FileNotFoundError as error:
     sys.exit(f"{error}")
 

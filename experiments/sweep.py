@@ -1,18 +1,22 @@
-"""Runs experiments/train.py over many settings, one after another or one an index, and makes one table of them.
+"""Runs experiments/train.py over many settings, one after another or one an index, and makes one
+table of them.
 
-    python experiments/sweep.py --config=configs/search_r1.py:tiny --sweep=alpha --seeds=3 --workdir=runs/alpha
-    python experiments/sweep.py --config=configs/baselines.py:grpo --sweep=table --workdir=runs/table --list
+    python experiments/sweep.py --config=configs/search_r1.py:tiny --sweep=alpha --seeds=3
+    --workdir=runs/alpha python experiments/sweep.py --config=configs/baselines.py:grpo
+    --sweep=table --workdir=runs/table --list
 
-A sweep is a function `sweep_NAME(add)` beside `get_config` in the config's file; it calls `add(**{"dotted.key":
-value})` once a setting (`preset=NAME` sets the word after the file's first colon). `--sweep=alpha,strata` crosses
-two, `--seeds=N` repeats all with N seeds from the config's own on. Further `--config.key=value` flags hold for
-every run. Each run has a folder of its name in the workdir. The same command again skips the runs that are finished
-and goes on with the others. A run that fails is named at the end and stops no other. `--index=N` runs only run N
-of `--list`, as a job scheduler wants it. The end results are in sweep.md and sweep.json;
-`experiments/compare.py WORKDIR` draws the curves. Ctrl-C and SIGTERM let the run at work save and end.
+A sweep is a function `sweep_NAME(add)` beside `get_config` in the config's file; it calls
+`add(**{"dotted.key": value})` once a setting (`preset=NAME` sets the word after the file's first
+colon). `--sweep=alpha,strata` crosses two, `--seeds=N` repeats all with N seeds from the config's
+own on. Further `--config.key=value` flags hold for every run. Each run has a folder of its name in
+the workdir. The same command again skips the runs that are finished and goes on with the others. A
+run that fails is named at the end and stops no other. `--index=N` runs only run N of `--list`, as a
+job scheduler wants it. The end results are in sweep.md and sweep.json; `experiments/compare.py
+WORKDIR` draws the curves. Ctrl-C and SIGTERM let the run at work save and end.
 
-`--share_warm_start` copies a finished warm start to the runs that would repeat it bit for bit on this machine: same
-seed, same policy, data and warm-start settings. On `tiny` that saves most of the time.
+`--share_warm_start` copies a finished warm start to the runs that would repeat it bit for bit on
+this machine: same seed, same policy, data and warm-start settings. On `tiny` that saves most of the
+time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,18 +34,32 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import sweep_runs
-from experiments.sweep_runs import Job
-from stratified import comparison, metrics, runs as workdirs
+from stratified import files
+from stratified.reports import comparison_page
+from stratified.runs import sweeps
+from stratified.runs import workdir as workdirs
+from stratified.runs.sweeps import Job
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/search_r1.py:tiny", "What the runs have in common.")
-_SWEEP = flags.DEFINE_list("sweep", None, "Which sweeps of the config's file to cross, e.g. alpha or alpha,strata.")
-_SEEDS = flags.DEFINE_integer("seeds", None, "Seeds a setting, from the config's own on.", lower_bound=1)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs' folders and the table go.", required=True)
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", "configs/search_r1.py:tiny", "What the runs have in common."
+)
+_SWEEP = flags.DEFINE_list(
+  "sweep", None, "Which sweeps of the config's file to cross, e.g. alpha or alpha,strata."
+)
+_SEEDS = flags.DEFINE_integer(
+  "seeds", None, "Seeds a setting, from the config's own on.", lower_bound=1
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Where the runs' folders and the table go.", required=True
+)
 _INDEX = flags.DEFINE_integer("index", None, "Run only this one of --list.")
 _LIST = flags.DEFINE_bool("list", False, "Print the runs and where each stands, and do nothing.")
-_SHARE = flags.DEFINE_bool("share_warm_start", False, "Runs that would repeat a finished warm start copy it.")
-_CHECK = flags.DEFINE_bool("check_only", False, "Name the runs whose config can't run here, and do nothing.")
+_SHARE = flags.DEFINE_bool(
+  "share_warm_start", False, "Runs that would repeat a finished warm start copy it."
+)
+_CHECK = flags.DEFINE_bool(
+  "check_only", False, "Name the runs whose config can't run here, and do nothing."
+)
 
 Changes = Mapping[str, Any]
 
@@ -57,27 +75,44 @@ def load(path: str) -> ModuleType:
   return module
 
 
-def settings(module: ModuleType, names: Sequence[str], seeds: Sequence[int] = ()) -> list[dict[str, Any]]:
-  """The product of the named sweeps, all of it for the first seed before the second: {dotted key: value} each.
+def settings(
+  module: ModuleType, names: Sequence[str], seeds: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+  """The product of the named sweeps, all of it for the first seed before the second: {dotted key:
+  value} each.
 
-  Raises ValueError for an unknown name (with those that exist), and for two sweeps that set one key.
+  Raises ValueError for an unknown name (with those that exist), and for two sweeps that set one
+  key.
   """
-  known = {name.removeprefix("sweep_"): one for name, one in vars(module).items() if name.startswith("sweep_")}
+  known = {
+    name.removeprefix("sweep_"): one
+    for name, one in vars(module).items()
+    if name.startswith("sweep_")
+  }
   for name in names:
     if name not in known:
-      raise ValueError(f"--sweep={name} is unknown; {module.__file__} has {', '.join(sorted(known)) or 'none'}")
+      raise ValueError(
+        f"--sweep={name} is unknown; {module.__file__} has {', '.join(sorted(known)) or 'none'}"
+      )
   parts = [_collect(known[name]) for name in names]
   parts = [[{"seed": seed} for seed in seeds]] * bool(seeds) + parts
   if not parts:
-    raise ValueError("there is nothing to sweep over: name --sweep (one or more of "
-                     f"{', '.join(sorted(known))}) or --seeds")
+    raise ValueError(
+      "there is nothing to sweep over: name --sweep (one or more of "
+      f"{', '.join(sorted(known))}) or --seeds"
+    )
   keys = [key for part in parts for key in {key for changes in part for key in changes}]
   twice = sorted({key for key in keys if keys.count(key) > 1})
   if twice:
-    raise ValueError(f"{', '.join(twice)} is set twice, by --sweep={','.join(names)}{' and --seeds' * bool(seeds)}; "
-                     "leave one of them out")
-  return [dict(itertools.chain.from_iterable(changes.items() for changes in chosen))
-          for chosen in itertools.product(*parts)]
+    raise ValueError(
+      f"{', '.join(twice)} is set twice, by "
+      f"--sweep={','.join(names)}{' and --seeds' * bool(seeds)}; "
+      "leave one of them out"
+    )
+  return [
+    dict(itertools.chain.from_iterable(changes.items() for changes in chosen))
+    for chosen in itertools.product(*parts)
+  ]
 
 
 def _collect(sweep: Callable) -> list[dict[str, Any]]:
@@ -89,8 +124,8 @@ def _collect(sweep: Callable) -> list[dict[str, Any]]:
 def named(points: Sequence[Changes]) -> list[tuple[str, str]]:
   """(name of the run, name of its setting) of each point, fit for folders.
 
-  A setting is named after the keys that vary, a run after its setting and its seed. Settings whose names would be
-  the same get a number.
+  A setting is named after the keys that vary, a run after its setting and its seed. Settings whose
+  names would be the same get a number.
   """
   keys = list(dict.fromkeys(key for point in points for key in point if key != "seed"))
   text = lambda value: json.dumps(value, default=str, sort_keys=True)
@@ -98,7 +133,9 @@ def named(points: Sequence[Changes]) -> list[tuple[str, str]]:
   short = workdirs.short_keys(keys) | {"preset": "", "seed": "seed"}
 
   def word(key, value):
-    return re.sub(r"[^\w.+-]+", "-", f"{short[key]}-{workdirs.show(value)}".replace("*", "-x-")).strip("-")
+    return re.sub(
+      r"[^\w.+-]+", "-", f"{short[key]}-{workdirs.show(value)}".replace("*", "-x-")
+    ).strip("-")
 
   names: dict[str, str] = {}
   result = []
@@ -115,7 +152,8 @@ def named(points: Sequence[Changes]) -> list[tuple[str, str]]:
 
 
 def configure(module: ModuleType, argument: str | None, changes: Changes):
-  """The run's config. Raises ValueError, one sentence, for a key that does not exist or a value of another type."""
+  """The run's config. Raises ValueError, one sentence, for a key that does not exist or a value of
+  another type."""
   changes = dict(changes)
   preset = changes.pop("preset", None)
   if preset is not None:
@@ -131,13 +169,21 @@ def configure(module: ModuleType, argument: str | None, changes: Changes):
 
 
 def plan(
-    file: str, argument: str | None, given: Changes, names: Sequence[str], seeds: int | None, folder: pathlib.Path,
+  file: str,
+  argument: str | None,
+  given: Changes,
+  names: Sequence[str],
+  seeds: int | None,
+  folder: pathlib.Path,
 ) -> list[tuple[Job, Any]]:
-  """The runs of a sweep with their configs; `given` are the command line's changes, which hold for all."""
+  """The runs of a sweep with their configs; `given` are the command line's changes, which hold for
+  all."""
   module = load(file)
   first = configure(module, argument, given)[0].seed
   points = settings(module, names, range(first, first + seeds) if seeds else ())
-  twice = sorted({key for point in points for key in point if key in given} - ({"seed"} if seeds else set()))
+  twice = sorted(
+    {key for point in points for key in point if key in given} - ({"seed"} if seeds else set())
+  )
   if twice:
     raise ValueError(f"--config.{twice[0]} is what the sweep sets itself; leave the flag out")
   jobs = []
@@ -146,7 +192,7 @@ def plan(
     fields = {key: value for key, value in {**given, **point}.items() if key != "preset"}
     flags_ = [f"--config={file}" + f":{preset}" * bool(preset)]
     flags_ += [f"--config.{key}={_text(value)}" for key, value in fields.items()]
-    stored = metrics.flatten(json.loads(config.to_json()))
+    stored = files.flatten(json.loads(config.to_json()))
     jobs.append((Job(name, setting, folder / name, tuple(flags_), stored), config))
   return jobs
 
@@ -163,25 +209,33 @@ def write_table(jobs: Sequence[Job], folder: pathlib.Path) -> str:
   groups: dict[str, list[workdirs.Run]] = {}
   for job in jobs:
     groups.setdefault(job.setting, []).append(workdirs.read(job.workdir))
-  notes = [said for runs in groups.values() for run in runs if (said := workdirs.problem(run, None))]
-  made = comparison.Comparison(groups, next(iter(groups)), None, notes)
+  notes = [
+    said for runs in groups.values() for run in runs if (said := workdirs.problem(run, None))
+  ]
+  made = comparison_page.Comparison(groups, next(iter(groups)), None, notes)
   folder.mkdir(parents=True, exist_ok=True)
-  for name, text in (("sweep.md", comparison.as_markdown(made)),
-                     ("sweep.json", json.dumps(comparison.as_json(made), indent=2) + "\n")):
+  for name, text in (
+    ("sweep.md", comparison_page.as_markdown(made)),
+    ("sweep.json", json.dumps(comparison_page.as_json(made), indent=2) + "\n"),
+  ):
     own = folder / f"{name}.{os.getpid()}"  # several indices may end at the same moment
-    metrics.write_atomic(own, text)
+    files.write_atomic(own, text)
     os.replace(own, folder / name)
-  return comparison.as_markdown(made)
+  return comparison_page.as_markdown(made)
 
 
 def listing(jobs: Sequence[Job]) -> str:
-  return comparison.markdown([["index", "run", "where it stands"]] + [
-      [str(i), job.name, sweep_runs.where(job)] for i, job in enumerate(jobs)])
+  return comparison_page.markdown(
+    [["index", "run", "where it stands"]]
+    + [[str(i), job.name, sweeps.where(job)] for i, job in enumerate(jobs)]
+  )
 
 
 def check(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
   """What experiments/train.py would refuse, before any run is started."""
-  from experiments import check  # it loads JAX, which the sweep itself must not: the device is the runs'
+  from stratified.runs import (
+    check,  # it loads JAX, which the sweep itself must not: the device is the runs'
+  )
 
   refused = []
   for job, config in jobs:
@@ -201,20 +255,25 @@ def main(_) -> None:
   except ValueError as error:
     sys.exit(str(error))
   if index is not None and not 0 <= index < len(jobs):
-    sys.exit(f"--index={index} must lie between 0 and {len(jobs) - 1}: the sweep has {len(jobs)} runs, see --list")
+    sys.exit(
+      f"--index={index} must lie between 0 and {len(jobs) - 1}: the sweep has {len(jobs)} runs, "
+      "see --list"
+    )
   every = [job for job, _ in jobs]
   if _LIST.value:
     print(listing(every))
     return
   if _CHECK.value:
     sys.exit("\n".join(check(jobs)) or 0)
-  relay = sweep_runs.Relay()
+  relay = sweeps.Relay()
   chosen = every if index is None else [every[index]]
-  if index is None and not all(map(sweep_runs.finished, every)):
-    checked = subprocess.run([sys.executable, *sys.argv, "--check_only"], capture_output=True, text=True)
+  if index is None and not all(map(sweeps.finished, every)):
+    checked = subprocess.run(
+      [sys.executable, *sys.argv, "--check_only"], capture_output=True, text=True
+    )
     if checked.returncode:
       sys.exit(f"nothing was started, since not every run can be:\n{checked.stderr.strip()}")
-  failed = sweep_runs.run_all(chosen, relay, share=_SHARE.value)
+  failed = sweeps.run_all(chosen, relay, share=_SHARE.value)
   print(f"\n{write_table(every, folder)}\ntable: {folder / 'sweep.md'}", flush=True)
   if relay.asked:
     print("stopped; the same command goes on", flush=True)

@@ -8,11 +8,14 @@ import time
 from typing import TextIO
 
 _BAR_WIDTH = 24
-_WINDOW = 50  # updates that the rate is measured over: slow first steps (compilation) are soon forgotten
+_WINDOW = (
+  50  # updates that the rate is measured over: slow first steps (compilation) are soon forgotten
+)
 
 
 class Progress:
-  """Shows count, rate and time left: a bar redrawn in place on a terminal, else a line now and then.
+  """Shows count, rate and time left: a bar redrawn in place on a terminal, else a line now and
+  then.
 
   Args:
     total: how many units make the whole, None where nobody knows (no bar, no time left then).
@@ -26,15 +29,15 @@ class Progress:
   """
 
   def __init__(
-      self,
-      total: int | None,
-      what: str,
-      *,
-      done: int = 0,
-      every_s: float = 10.0,
-      stream: TextIO | None = None,
-      clock: Callable[[], float] = time.monotonic,
-      active: bool = True,
+    self,
+    total: int | None,
+    what: str,
+    *,
+    done: int = 0,
+    every_s: float = 10.0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    active: bool = True,
   ):
     self._total, self._what, self._done = total, what, done
     self._stream = open(os.devnull, "w") if not active else sys.stderr if stream is None else stream

@@ -1,52 +1,66 @@
 """The device mesh and the one table that says which mesh axis carries which logical axis.
 
-Axes of the mesh: `data` (replicas), `fsdp` (parameters and rows split alike), `tensor` (heads, MLP and vocabulary).
-All three are explicit: an array's sharding is part of its type, and code says where it changes.
+Axes of the mesh: `data` (replicas), `fsdp` (parameters and rows split alike), `tensor` (heads, MLP
+and vocabulary). All three are explicit: an array's sharding is part of its type, and code says
+where it changes.
 """
 
-import math
 from collections.abc import Sequence
+import math
 
 import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 AXES = ("data", "fsdp", "tensor")
 
 RULES = {
-    "question": ("data", "fsdp"),
-    "row": ("data", "fsdp"),
-    "width": "fsdp",
-    "vocabulary": "tensor",
-    "vocabulary_part": ("tensor", "fsdp"),
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "head_dim": None,
-    "layers": None,
-    "position": None,
-    None: None,
+  "question": ("data", "fsdp"),
+  "row": ("data", "fsdp"),
+  "width": "fsdp",
+  "vocabulary": "tensor",
+  "vocabulary_part": ("tensor", "fsdp"),
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "mlp": "tensor",
+  "head_dim": None,
+  "layers": None,
+  "position": None,
+  None: None,
 }
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None):
-  """A mesh with explicit axes `data`, `fsdp`, `tensor`; -1 in one of them takes the devices that are left."""
+def make_mesh(
+  data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+):
+  """A mesh with explicit axes `data`, `fsdp`, `tensor`; -1 in one of them takes the devices that
+  are left."""
   devices = list(jax.devices() if devices is None else devices)
   sizes = [data, fsdp, tensor]
   if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-    raise ValueError(f"mesh {sizes}: every axis needs a size of at least 1, and at most one may be -1 (what is left)")
+    raise ValueError(
+      f"mesh {sizes}: every axis needs a size of at least 1, and at most one may be -1 (what is "
+      "left)"
+    )
   if -1 in sizes:
     known = math.prod(size for size in sizes if size != -1)
     sizes[sizes.index(-1)] = max(1, len(devices) // known)
   if math.prod(sizes) > len(devices):
     raise ValueError(
-        f"mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} needs {math.prod(sizes)} devices, {len(devices)} are here; "
-        "lower --config.mesh.*, or force CPU devices with XLA_FLAGS=--xla_force_host_platform_device_count=N")
-  return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:math.prod(sizes)])
+      f"mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} needs {math.prod(sizes)} devices, "
+      f"{len(devices)} are here; "
+      "lower --config.mesh.*, or force CPU devices with "
+      "XLA_FLAGS=--xla_force_host_platform_device_count=N"
+    )
+  return jax.make_mesh(
+    tuple(sizes), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[: math.prod(sizes)]
+  )
 
 
 def spec(*axes: str | None, without: str | None = None) -> P:
-  """The PartitionSpec of an array with these logical axes; `without` names a mesh axis to leave out.
+  """The PartitionSpec of an array with these logical axes; `without` names a mesh axis to leave
+  out.
 
   An empty mesh (no `jax.set_mesh`) gives an empty spec.
   """
@@ -62,7 +76,8 @@ def _drop(rule, without):
 
 
 def meshed() -> bool:
-  """Whether code runs under a mesh of this module's axes, and not inside a map over another one's."""
+  """Whether code runs under a mesh of this module's axes, and not inside a map over another
+  one's."""
   return "fsdp" in jax.sharding.get_abstract_mesh().axis_names
 
 
@@ -74,19 +89,22 @@ def constrain(x, *axes: str | None, without: str | None = None):
 
 
 def take(table, index, *axes: str | None):
-  """table[index] for a table that every device holds whole; `axes` are the logical axes of the result."""
+  """table[index] for a table that every device holds whole; `axes` are the logical axes of the
+  result."""
   if not meshed():
     return table[index]
   return table.at[index].get(out_sharding=spec(*axes))
 
 
 def gathered(weight, axes: Sequence[str | None]):
-  """A weight whole along `fsdp`, as the layer that uses it needs it; the transpose scatters its gradient."""
+  """A weight whole along `fsdp`, as the layer that uses it needs it; the transpose scatters its
+  gradient."""
   return constrain(weight, *axes, without="fsdp")
 
 
 def put(value, place: NamedSharding) -> jax.Array:
-  """A value that every process holds whole, on the mesh: each process fills the parts of its own devices."""
+  """A value that every process holds whole, on the mesh: each process fills the parts of its own
+  devices."""
   if place.is_fully_addressable:
     return jax.device_put(value, place)
   if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(place, value.ndim):
@@ -96,10 +114,11 @@ def put(value, place: NamedSharding) -> jax.Array:
 
 
 def replica(value, place: NamedSharding, dtype=None) -> jax.Array:
-  """The whole of an array of any mesh on each device of `place`, which are of this process; cast first.
+  """The whole of an array of any mesh on each device of `place`, which are of this process; cast
+  first.
 
-  Where the array is spread over processes all of them must call this at the same point; one array at a time is then
-  whole on every device, for as long as the call takes.
+  Where the array is spread over processes all of them must call this at the same point; one array
+  at a time is then whole on every device, for as long as the call takes.
   """
   value = value if dtype is None else value.astype(dtype)
   if getattr(value, "is_fully_addressable", True):
@@ -108,7 +127,8 @@ def replica(value, place: NamedSharding, dtype=None) -> jax.Array:
     whole = jax.jit(lambda x: jax.sharding.reshard(x, P(*[None] * value.ndim)))(value)
   parts = {part.device: part.data for part in whole.addressable_shards}
   return jax.make_array_from_single_device_arrays(
-      value.shape, place, [jax.block_until_ready(parts[device]) for device in place.mesh.devices.flat])
+    value.shape, place, [jax.block_until_ready(parts[device]) for device in place.mesh.devices.flat]
+  )
 
 
 def named(mesh, axes: Sequence[str | None]) -> NamedSharding:
@@ -124,5 +144,7 @@ def check_divisible(mesh, sizes: dict[str, tuple[str, int]]) -> None:
     rule = RULES[axis]
     shards = math.prod(mesh.shape[a] for a in ((rule,) if isinstance(rule, str) else rule or ()))
     if size % shards:
-      raise ValueError(f"{name} = {size} can't be split over {shards} devices (mesh axes {rule}); "
-                       f"choose a multiple of {shards} or a smaller --config.mesh.*")
+      raise ValueError(
+        f"{name} = {size} can't be split over {shards} devices (mesh axes {rule}); "
+        f"choose a multiple of {shards} or a smaller --config.mesh.*"
+      )

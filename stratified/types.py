@@ -38,8 +38,8 @@ class Segment:
   """A run of token ids of one origin, exactly as sampled (policy) or as fed (prompt, observation).
 
   `log_probs` holds the sampler's log-prob of each token after temperature, policy segments only.
-  `weight_versions` holds the training step whose parameters sampled each token; empty where the sampler keeps
-  one version for a whole generation, which is then the trajectory's.
+  `weight_versions` holds the training step whose parameters sampled each token; empty where the
+  sampler keeps one version for a whole generation, which is then the trajectory's.
   """
 
   token_ids: tuple[int, ...]
@@ -51,16 +51,22 @@ class Segment:
     expected = len(self.token_ids) if self.origin == "policy" else 0
     if len(self.log_probs) != expected:
       raise ValueError(
-          f"a {self.origin} segment of {len(self.token_ids)} tokens carries {len(self.log_probs)} log-probs; "
-          f"it needs {expected}: sampled tokens are never trained on with missing log-probs")
+        f"a {self.origin} segment of {len(self.token_ids)} tokens carries {len(self.log_probs)} "
+        "log-probs; "
+        f"it needs {expected}: sampled tokens are never trained on with missing log-probs"
+      )
     if self.weight_versions and len(self.weight_versions) != expected:
-      raise ValueError(f"a {self.origin} segment of {len(self.token_ids)} tokens carries {len(self.weight_versions)} "
-                       f"weight versions; it needs {expected} or none")
+      raise ValueError(
+        f"a {self.origin} segment of {len(self.token_ids)} tokens carries "
+        f"{len(self.weight_versions)} "
+        f"weight versions; it needs {expected} or none"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-  """One executed query. `outcome` is hit (at least one passage), empty, or error (the retriever refused it)."""
+  """One executed query. `outcome` is hit (at least one passage), empty, or error (the retriever
+  refused it)."""
 
   query: str
   outcome: Outcome
@@ -71,8 +77,8 @@ class Search:
 class Turn:
   """One generation of the policy and what it was taken for.
 
-  `text` is the decoded policy text of the turn; `searches` are the queries it executed (several in one
-  tool call are several searches; none when the turn came too late to search).
+  `text` is the decoded policy text of the turn; `searches` are the queries it executed (several in
+  one tool call are several searches; none when the turn came too late to search).
   """
 
   action: Literal["search", "answer", "invalid"]
@@ -84,11 +90,12 @@ class Turn:
 class Trajectory:
   """One rollout of one question.
 
-  `answer` is the last answer in the policy's own text, None when it gave none. `stop` says what ended the
-  rollout: "answer", "turns", "length" or "fault". With `fault` set (the sentence that says what broke) the
-  rollout is masked out of every statistic, never scored. `weight_version` is the training step whose
-  parameters sampled it. `side_tokens` counts what was sampled beside the rollout (a pass that condenses what
-  was found): part of its cost, no part of its tokens, never trained on.
+  `answer` is the last answer in the policy's own text, None when it gave none. `stop` says what
+  ended the rollout: "answer", "turns", "length" or "fault". With `fault` set (the sentence that
+  says what broke) the rollout is masked out of every statistic, never scored. `weight_version` is
+  the training step whose parameters sampled it. `side_tokens` counts what was sampled beside the
+  rollout (a pass that condenses what was found): part of its cost, no part of its tokens, never
+  trained on.
   """
 
   question: Question
@@ -104,8 +111,10 @@ class Trajectory:
   @property
   def oldest_weight_version(self) -> int:
     """The oldest step whose parameters sampled a token of this rollout."""
-    return min((version for segment in self.segments for version in segment.weight_versions),
-               default=self.weight_version)
+    return min(
+      (version for segment in self.segments for version in segment.weight_versions),
+      default=self.weight_version,
+    )
 
   @property
   def token_ids(self) -> list[int]:
@@ -129,15 +138,16 @@ class Trajectory:
 
 
 class Batch(NamedTuple):
-  """What one update sees: packed rows in micro-batches (leading a, r), and what belongs to the rollouts (q, k).
+  """What one update sees: packed rows in micro-batches (leading a, r), and what belongs to the
+  rollouts (q, k).
 
-  token_art, position_art, segment_art: int32 [A, R, T]; segment 0 is padding, positions restart in each segment.
-  loss_mask_art: float32 [A, R, T], 1 where token_art was sampled by the policy (its log-prob comes from t - 1).
-  sampler_logp_art: float32 [A, R, T], the sampler's log-prob there, 0 elsewhere.
-  trajectory_art: int32 [A, R, T], index q * K + k of the token's trajectory, 0 on padding.
-  num_micro: int32, how many of the A micro-batches hold anything; the update runs only these.
-  length_qk: float32 [Q, K], number of policy tokens of each rollout.
-  reward_qk, valid_qk: float32 [Q, K]; stratum_qk: int32 [Q, K]; valid 0 marks a rollout lost to a fault.
+  token_art, position_art, segment_art: int32 [A, R, T]; segment 0 is padding, positions restart in
+  each segment. loss_mask_art: float32 [A, R, T], 1 where token_art was sampled by the policy (its
+  log-prob comes from t - 1). sampler_logp_art: float32 [A, R, T], the sampler's log-prob there, 0
+  elsewhere. trajectory_art: int32 [A, R, T], index q * K + k of the token's trajectory, 0 on
+  padding. num_micro: int32, how many of the A micro-batches hold anything; the update runs only
+  these. length_qk: float32 [Q, K], number of policy tokens of each rollout. reward_qk, valid_qk:
+  float32 [Q, K]; stratum_qk: int32 [Q, K]; valid 0 marks a rollout lost to a fault.
   """
 
   token_art: Any
@@ -154,7 +164,8 @@ class Batch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-  """Everything that a checkpoint holds. `step` counts updates, skipped ones too; it is the position in the data."""
+  """Everything that a checkpoint holds. `step` counts updates, skipped ones too; it is the position
+  in the data."""
 
   step: Any
   params: Any

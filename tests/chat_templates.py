@@ -1,7 +1,9 @@
-"""A chat template in Qwen2.5's format, written from the format: none of the packages that tests may fetch ships it.
+"""A chat template in Qwen2.5's format, written from the format: none of the packages that tests may
+fetch ships it.
 
-Messages stand between <|im_start|>role and <|im_end|>; a system message always comes first and lists the tools as JSON
-lines; results of tools that follow each other share one user message, each in <tool_response>.
+Messages stand between <|im_start|>role and <|im_end|>; a system message always comes first and
+lists the tools as JSON lines; results of tools that follow each other share one user message, each
+in <tool_response>.
 """
 
 QWEN25 = """\

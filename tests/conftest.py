@@ -1,10 +1,10 @@
 """Fixtures that several test files share."""
 
-import jax
 import sys
 import types
 
 from absl import flags
+import jax
 import pytest
 
 from stratified import sharding
@@ -20,7 +20,8 @@ FLAGS_OF = {}  # (program's module, flag's name) -> flag
 
 
 def pytest_configure():
-  """Programs are imported side by side here, though each has its process and its flags to itself."""
+  """Programs are imported side by side here, though each has its process and its flags to
+  itself."""
   define = flags.FlagValues.__setitem__
 
   def replace(values, name, flag):
@@ -38,8 +39,11 @@ def pytest_configure():
 
 @pytest.fixture(scope="module", autouse=True)
 def flags_of_its_programs(request):
-  """Each test file finds the flags of the programs that it imports, not those of a file read later."""
-  programs = {value.__name__ for value in vars(request.module).values() if isinstance(value, types.ModuleType)}
+  """Each test file finds the flags of the programs that it imports, not those of a file read
+  later."""
+  programs = {
+    value.__name__ for value in vars(request.module).values() if isinstance(value, types.ModuleType)
+  }
   own = {name: flag for (module, name), flag in FLAGS_OF.items() if module in programs}
   others = {name: flags.FLAGS[name] for _, name in FLAGS_OF if name in flags.FLAGS}
   _exchange(others, own)

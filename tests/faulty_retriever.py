@@ -1,9 +1,12 @@
-"""A proxy in front of a retrieval server that breaks replies on purpose, on plain sockets; also a program.
+"""A proxy in front of a retrieval server that breaks replies on purpose, on plain sockets; also a
+program.
 
-    python tests/faulty_retriever.py --upstream=http://127.0.0.1:8000 --faults=ok,500,truncated [--poison=TEXT]
+    python tests/faulty_retriever.py --upstream=http://127.0.0.1:8000 --faults=ok,500,truncated
+    [--poison=TEXT]
 
-The n-th search gets the n-th fault, again and again from the first; a search whose body holds `poison` always
-gets 500. What the faults do stands in `Faulty.broken`. It prints its URL and runs until it is stopped.
+The n-th search gets the n-th fault, again and again from the first; a search whose body holds
+`poison` always gets 500. What the faults do stands in `Faulty.broken`. It prints its URL and runs
+until it is stopped.
 """
 
 import argparse
@@ -36,7 +39,8 @@ class Faulty(http.server.ThreadingHTTPServer):
     self.server_close()
 
   def handle_error(self, *unused):
-    """A client that has gone, which is what it is to do; what else goes wrong here fails its test anyway."""
+    """A client that has gone, which is what it is to do; what else goes wrong here fails its test
+    anyway."""
 
   def next_fault(self, body: bytes) -> str:
     with self.lock:
@@ -49,8 +53,9 @@ class Faulty(http.server.ThreadingHTTPServer):
       made = {"manifest": {"kind": "function"}} if body is None else self.upstream(json.loads(body))
       return 200, json.dumps(made).encode(), {}
     try:
-      with urllib.request.urlopen(urllib.request.Request(self.upstream + path, data=body),
-                                  timeout=30) as found:
+      with urllib.request.urlopen(
+        urllib.request.Request(self.upstream + path, data=body), timeout=30
+      ) as found:
         return found.status, found.read(), dict(found.headers)
     except urllib.error.HTTPError as error:
       return error.code, error.read(), dict(error.headers)
@@ -80,15 +85,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
       time.sleep(self.server.slow_s)
       self.send(status, body, headers)
     elif fault == "drip":  # a byte at a time, each in time, the whole never
-      self.send(status, body, headers, write=lambda: [self.drip(body[at:at + 1]) for at in range(len(body))])
+      self.send(
+        status,
+        body,
+        headers,
+        write=lambda: [self.drip(body[at : at + 1]) for at in range(len(body))],
+      )
     elif fault == "malformed":
-      self.send(200, body[:len(body) // 2], headers)
+      self.send(200, body[: len(body) // 2], headers)
     elif fault == "html":
       self.send(200, b"<html>busy</html>", headers)
     elif fault == "short":  # one result too few
       self.send(200, json.dumps({"result": json.loads(body)["result"][:-1]}).encode(), headers)
     elif fault == "truncated":  # the connection ends in the middle of the announced body
-      self.send(200, body, headers, write=lambda: self.wfile.write(body[:len(body) // 2]))
+      self.send(200, body, headers, write=lambda: self.wfile.write(body[: len(body) // 2]))
       self.close_connection = True
     elif fault == "reset":  # no reply at all
       self.close_connection = True

@@ -1,8 +1,8 @@
-"""The estimators once more, in float64 NumPy, written for clarity from their formulas and not from the
-kernels.
+"""The estimators once more, in float64 NumPy, written for clarity from their formulas and not from
+the kernels.
 
-Every function takes one group as plain sequences: rewards, stratum ids, mask. Loops over strata and samples
-are meant.
+Every function takes one group as plain sequences: rewards, stratum ids, mask. Loops over strata and
+samples are meant.
 """
 
 import numpy as np
@@ -51,10 +51,14 @@ def _ratio(numerator, std, eps):
 
 
 def gn(reward, stratum, mask, eps=1e-6, ddof=0):
-  return _each(reward, stratum, mask, lambda r, rg, sg, n, nk, rk, sk: _ratio(r - rg, sg, eps), ddof)
+  return _each(
+    reward, stratum, mask, lambda r, rg, sg, n, nk, rk, sk: _ratio(r - rg, sg, eps), ddof
+  )
 
 
-def san(reward, stratum, mask, eps=1e-6, ddof=0, fallback="zero", fallback_on="singleton", kappa=1.0):
+def san(
+  reward, stratum, mask, eps=1e-6, ddof=0, fallback="zero", fallback_on="singleton", kappa=1.0
+):
   def formula(r, rg, sg, n, nk, rk, sk):
     lone = nk == 1 if fallback_on == "singleton" else all_equal
     if fallback != "zero" and lone:
@@ -126,9 +130,20 @@ def san_rms(reward, stratum, mask, eps=1e-6, ddof=0):
   return s * np.sqrt(np.sum(g**2) / np.sum(s**2)) if np.any(s) else s
 
 
-GROUP = dict(gn=gn, san=san, blend=blend, centered=centered, stratified=stratified, loo=loo, san_rms=san_rms,
-             stratified_loo=stratified_loo, shrunk=shrunk, two_term=two_term, dr_grpo=dr_grpo,
-             reinforce=reinforce)
+GROUP = dict(
+  gn=gn,
+  san=san,
+  blend=blend,
+  centered=centered,
+  stratified=stratified,
+  loo=loo,
+  san_rms=san_rms,
+  stratified_loo=stratified_loo,
+  shrunk=shrunk,
+  two_term=two_term,
+  dr_grpo=dr_grpo,
+  reinforce=reinforce,
+)
 
 
 def over_batch(estimator, reward_qk, stratum_qk, mask_qk, **options):
@@ -144,8 +159,8 @@ def gn_batch(reward_qk, stratum_qk, mask_qk, eps=1e-6, ddof=0):
 
 
 def gae(reward, value, trajectory, mask, gamma, lam):
-  """The sum of discounted temporal differences, each policy token's written out over the later ones of its
-  trajectory."""
+  """The sum of discounted temporal differences, each policy token's written out over the later ones
+  of its trajectory."""
   advantage = np.zeros(len(reward), np.float64)
   for t in valid(mask):
     later = [u for u in valid(mask) if u >= t and trajectory[u] == trajectory[t]]
@@ -160,12 +175,16 @@ def gigpo(reward_kt, state_kt, mask_kt, gamma, omega, eps=1e-6, normalize=True):
   for k, t in turns:
     later = [u for u in valid(mask_kt[k]) if u >= t]
     turns[k, t] = sum(gamma**d * float(reward_kt[k][u]) for d, u in enumerate(later))
-  totals = {k: sum(float(reward_kt[k][t]) for t in valid(row)) for k, row in enumerate(mask_kt) if any(row)}
+  totals = {
+    k: sum(float(reward_kt[k][t]) for t in valid(row)) for k, row in enumerate(mask_kt) if any(row)
+  }
   scale = lambda x, std: _ratio(x, std, eps) if normalize else x
   advantage = np.zeros(np.shape(reward_kt), np.float64)
   for k, t in turns:
     mean, std = mean_std(list(totals.values()))
     alike = [turns[other] for other in turns if state_kt[other[0]][other[1]] == state_kt[k][t]]
     step_mean, step_std = mean_std(alike)
-    advantage[k, t] = scale(totals[k] - mean, std) + omega * scale(turns[k, t] - step_mean, step_std)
+    advantage[k, t] = scale(totals[k] - mean, std) + omega * scale(
+      turns[k, t] - step_mean, step_std
+    )
   return advantage

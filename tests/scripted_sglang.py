@@ -1,11 +1,13 @@
-"""A process that answers as an SGLang server does, from a rule instead of a model, and misbehaves when told to.
+"""A process that answers as an SGLang server does, from a rule instead of a model, and misbehaves
+when told to.
 
     python scripted_sglang.py PORT [seconds per token]
 
-Tokens of a generation count up from the last id of the context; the log-prob of a token is `log_prob(id, version)`,
-so that whoever knows the version knows it. POST /script {"fault": NAME, "count": N, "routes": [...]} makes the next N
-calls of these routes (/generate where not given) go wrong: an HTTP status, garbage, truncated, hang, no-version, or for
-/generate nan, none, short, foreign, abort. GET /script tells what was seen.
+Tokens of a generation count up from the last id of the context; the log-prob of a token is
+`log_prob(id, version)`, so that whoever knows the version knows it. POST /script {"fault": NAME,
+"count": N, "routes": [...]} makes the next N calls of these routes (/generate where not given) go
+wrong: an HTTP status, garbage, truncated, hang, no-version, or for /generate nan, none, short,
+foreign, abort. GET /script tells what was seen.
 """
 
 import http.server
@@ -62,7 +64,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
       for key, value in body.items():
         setattr(State, key, value)
       State.lock.notify_all()
-    self.answer({"seen": State.seen, "most": State.most, "version": State.version, "flushed": State.flushed})
+    self.answer(
+      {"seen": State.seen, "most": State.most, "version": State.version, "flushed": State.flushed}
+    )
 
   def unknown(self, body, fault):
     self.answer({"error": "no such route"}, 404)
@@ -87,13 +91,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if fault == "busy":  # what the server says while something runs; older ones with a 200
       return self.raw(b"Flush cache failed.\n", 200 if State.flushed % 2 else 400)
     State.flushed += 1
-    self.raw(b"Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, "
-             b"the operation will not be performed.)\n", 200)
+    self.raw(
+      b"Cache flushed.\nPlease check backend logs for more details. (When there are running or "
+      b"waiting requests, "
+      b"the operation will not be performed.)\n",
+      200,
+    )
 
   def do_pause_generation(self, body, fault):
     self.answer({"status": "ok"})
 
-  do_continue_generation = do_release_memory_occupation = do_resume_memory_occupation = do_pause_generation
+  do_continue_generation = do_release_memory_occupation = do_resume_memory_occupation = (
+    do_pause_generation
+  )
 
   def do_abort_request(self, body, fault):
     with State.lock:
@@ -127,9 +137,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
     elif fault == "abort":
       finish = {"type": "abort", "message": "scripted"}
     known = [[None, ids[0], None]] + [[log_prob(token, version), token, None] for token in ids[1:]]
-    self.answer({"output_ids": out, "meta_info": {
-        "finish_reason": finish, "output_token_logprobs": pairs, "input_token_logprobs": known,
-        "weight_version": version, "weight_versions": [{"version": version, "start": 0, "end": len(out)}]}})
+    self.answer(
+      {
+        "output_ids": out,
+        "meta_info": {
+          "finish_reason": finish,
+          "output_token_logprobs": pairs,
+          "input_token_logprobs": known,
+          "weight_version": version,
+          "weight_versions": [{"version": version, "start": 0, "end": len(out)}],
+        },
+      }
+    )
 
   def answer(self, value, code=200):
     self.raw(json.dumps(value).encode(), code)

@@ -1,7 +1,8 @@
 """Small random checkpoints of every family, made by transformers and written where a test says.
 
-Sizes and numbers are chosen so that a mistake shows: heads, key-value heads and widths all differ, norms are
-not one, biases not zero, the norm's epsilon and the rotary base are unusual, scores spread over a few units.
+Sizes and numbers are chosen so that a mistake shows: heads, key-value heads and widths all differ,
+norms are not one, biases not zero, the norm's epsilon and the rotary base are unusual, scores
+spread over a few units.
 """
 
 import functools
@@ -15,21 +16,41 @@ import transformers
 torch = pytest.importorskip("torch", reason="needs torch, which the decoder is compared with")
 
 SIZES = dict(
-    vocab_size=97, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, rms_norm_eps=1e-3, max_position_embeddings=128)
-LLAMA3 = dict(rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=32)
+  vocab_size=97,
+  hidden_size=24,
+  intermediate_size=40,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  rms_norm_eps=1e-3,
+  max_position_embeddings=128,
+)
+LLAMA3 = dict(
+  rope_type="llama3",
+  rope_theta=50.0,
+  factor=4.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=32,
+)
 ROPE = dict(rope_type="default", rope_theta=50.0)
 
 FAMILIES = {
-    "llama-tied": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=ROPE, tie_word_embeddings=True),
-    "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3, head_dim=16),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES, rope_parameters=ROPE),
-    "qwen2-tied": lambda: transformers.Qwen2Config(
-        **SIZES | dict(num_key_value_heads=1), rope_parameters=ROPE, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, rope_parameters=ROPE, head_dim=10),
-    "qwen3-tied": lambda: transformers.Qwen3Config(
-        **SIZES | dict(num_key_value_heads=4), rope_parameters=ROPE, head_dim=10, tie_word_embeddings=True),
+  "llama-tied": lambda: transformers.LlamaConfig(
+    **SIZES, rope_parameters=ROPE, tie_word_embeddings=True
+  ),
+  "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3, head_dim=16),
+  "qwen2": lambda: transformers.Qwen2Config(**SIZES, rope_parameters=ROPE),
+  "qwen2-tied": lambda: transformers.Qwen2Config(
+    **SIZES | dict(num_key_value_heads=1), rope_parameters=ROPE, tie_word_embeddings=True
+  ),
+  "qwen3": lambda: transformers.Qwen3Config(**SIZES, rope_parameters=ROPE, head_dim=10),
+  "qwen3-tied": lambda: transformers.Qwen3Config(
+    **SIZES | dict(num_key_value_heads=4),
+    rope_parameters=ROPE,
+    head_dim=10,
+    tie_word_embeddings=True,
+  ),
 }
 
 

@@ -1,5 +1,5 @@
-"""The estimators against the float64 reference and by hand, their options, and the sentences that refuse
-bad ones."""
+"""The estimators against the float64 reference and by hand, their options, and the sentences that
+refuse bad ones."""
 
 import json
 import os
@@ -12,37 +12,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import reference
+
 from stratified import advantages
 
 STRATA = 4
 OPTIONS = {
-    "san": [{}, dict(fallback="gn"), dict(fallback="shrink", kappa=2.0),
-            dict(fallback="gn", fallback_on="constant"), dict(fallback="shrink", fallback_on="constant")],
-    "blend": [dict(alpha=0.0), dict(alpha=0.3), dict(alpha=1.0), dict(kappa=2.0)],
-    "shrunk": [dict(kappa=0.0), dict(kappa=1.5)],
-    "two_term": [dict(lam=0.0), dict(lam=0.4), dict(lam=1.0)],
+  "san": [
+    {},
+    dict(fallback="gn"),
+    dict(fallback="shrink", kappa=2.0),
+    dict(fallback="gn", fallback_on="constant"),
+    dict(fallback="shrink", fallback_on="constant"),
+  ],
+  "blend": [dict(alpha=0.0), dict(alpha=0.3), dict(alpha=1.0), dict(kappa=2.0)],
+  "shrunk": [dict(kappa=0.0), dict(kappa=1.5)],
+  "two_term": [dict(lam=0.0), dict(lam=0.4), dict(lam=1.0)],
 }
-CASES = {name + "".join(f" {key}={value}" for key, value in options.items()): (name, options)
-         for name in reference.GROUP for options in OPTIONS.get(name, [{}])}
+CASES = {
+  name + "".join(f" {key}={value}" for key, value in options.items()): (name, options)
+  for name in reference.GROUP
+  for options in OPTIONS.get(name, [{}])
+}
 
 
 @jax.jit
 def every(reward, stratum, mask, eps=1e-6, ddof=0):
-  """{case: advantages [Q, K]} of every estimator with each of its options: one compilation for a shape and
-  dtype."""
+  """{case: advantages [Q, K]} of every estimator with each of its options: one compilation for a
+  shape and dtype."""
+
   def of(name, options):
     kernel = getattr(advantages, name)
-    return jax.vmap(lambda r, s, m: kernel(r, s, num_strata=STRATA, mask_k=m, eps=eps, ddof=ddof, **options))(
-        reward, stratum, mask)
+    return jax.vmap(
+      lambda r, s, m: kernel(r, s, num_strata=STRATA, mask_k=m, eps=eps, ddof=ddof, **options)
+    )(reward, stratum, mask)
 
   return {case: of(*choice) for case, choice in CASES.items()}
 
 
 def groups(num, samples, seed=0, levels=4):
-  """Rewards of few levels (ties, constant groups and strata), strata of uneven sizes, masks down to the
-  empty group."""
+  """Rewards of few levels (ties, constant groups and strata), strata of uneven sizes, masks down to
+  the empty group."""
   rng = np.random.default_rng(seed)
   reward = rng.integers(0, levels, (num, samples)) / 2
   reward[::5] = reward[::5, :1]
@@ -78,18 +88,23 @@ def test_narrow_rewards_accumulate_in_float32(dtype):
   exact = np.asarray(reward.astype(jnp.float32), np.float64)
   for case, got in every(reward, stratum, jnp.asarray(mask, jnp.float32)).items():
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected(case, exact, stratum, mask), rtol=3e-6, atol=3e-6, err_msg=case)
+    np.testing.assert_allclose(
+      got, expected(case, exact, stratum, mask), rtol=3e-6, atol=3e-6, err_msg=case
+    )
 
 
 @pytest.mark.parametrize("samples", [8, 20])
-@pytest.mark.parametrize("scale,offset", [(1e-8, 0), (1e-4, 0), (1e4, 0), (1e8, 0), (1, 1e6), (1e8, -1e8)])
+@pytest.mark.parametrize(
+  "scale,offset", [(1e-8, 0), (1e-4, 0), (1e4, 0), (1e8, 0), (1, 1e6), (1e8, -1e8)]
+)
 def test_scales_and_offsets(samples, scale, offset):
   reward, stratum, mask = groups(60, samples, seed=2, levels=5)
   spread = np.random.default_rng(3).normal(size=reward.shape) * (reward > 0)
   reward = (spread * scale + offset).astype(np.float32)
   for case, got in every(reward, stratum, mask.astype(np.float32)).items():
     want = expected(case, reward.astype(np.float64), stratum, mask)
-    # Relative to the group's own advantages: two-pass sums of differences lose nothing to the offset.
+    # Relative to the group's own advantages: two-pass sums of differences lose nothing to the
+    # offset.
     size = np.maximum(np.abs(want).max(axis=1, keepdims=True), 1e-30)
     assert np.abs((got - want) / size).max() < 1e-5, case
 
@@ -102,17 +117,22 @@ def test_constant_rewards_give_exactly_zero(samples):
   stratum = np.random.default_rng(0).integers(0, STRATA, reward.shape)
   for eps in (0.0, 1e-6):
     for case, got in every(reward, stratum, np.ones_like(reward), eps).items():
-      np.testing.assert_array_equal(np.asarray(got), reward if case == "reinforce" else 0, err_msg=case)
+      np.testing.assert_array_equal(
+        np.asarray(got), reward if case == "reinforce" else 0, err_msg=case
+      )
 
 
 def test_a_group_of_one_gets_zero_and_not_its_reward():
   for mask in (np.ones((1, 1), np.float32), np.eye(1, 8, dtype=np.float32)):
     for case, got in every(np.ones_like(mask), np.zeros_like(mask, dtype=np.int32), mask).items():
-      np.testing.assert_array_equal(np.asarray(got), mask if case == "reinforce" else 0, err_msg=case)
+      np.testing.assert_array_equal(
+        np.asarray(got), mask if case == "reinforce" else 0, err_msg=case
+      )
 
 
 def test_singletons_are_zero_and_never_nan():
-  # arXiv 2510.06214, Definition 1 with n_k = 1: the numerator is 0, a sample deviation would be 0 / 0.
+  # arXiv 2510.06214, Definition 1 with n_k = 1: the numerator is 0, a sample deviation would be 0 /
+  # 0.
   reward, stratum = np.array([1.0, 0.0, 1.0, 0.0], np.float32), np.array([0, 1, 2, 2], np.int32)
   for ddof, tail in ((0, 1.0), (1, 2**-0.5)):
     got = advantages.san(reward, stratum, num_strata=3, ddof=ddof, eps=0.0)
@@ -120,14 +140,18 @@ def test_singletons_are_zero_and_never_nan():
 
 
 def test_a_stratum_of_ddof_rollouts_gets_zero():
-  reward, stratum = np.array([1.0, 0.0, 1.0, 0.0, 1.0], np.float32), np.array([0, 0, 1, 1, 1], np.int32)
+  reward, stratum = (
+    np.array([1.0, 0.0, 1.0, 0.0, 1.0], np.float32),
+    np.array([0, 0, 1, 1, 1], np.int32),
+  )
   got = np.asarray(advantages.san(reward, stratum, num_strata=2, ddof=2))
   np.testing.assert_array_equal(got[:2], 0)
   assert np.all(got[2:] != 0)
 
 
 def test_golden_group():
-  # By hand: R_g = s_g = 1/2; stratum 0 is (1, 0, 0), mean 1/3, deviation sqrt(2)/3; stratum 1 (1, 1, 0).
+  # By hand: R_g = s_g = 1/2; stratum 0 is (1, 0, 0), mean 1/3, deviation sqrt(2)/3; stratum 1 (1,
+  # 1, 0).
   reward, stratum = np.array([1, 0, 0, 1, 1, 0], np.float32), np.array([0, 0, 0, 1, 1, 1], np.int32)
   root2 = 2**0.5
 
@@ -138,16 +162,27 @@ def test_golden_group():
   np.testing.assert_allclose(run("san"), np.array([2, -1, -1, 1, 1, -2]) * root2 / 2, rtol=1e-6)
   np.testing.assert_allclose(run("loo"), [0.6, -0.6, -0.6, 0.6, 0.6, -0.6], rtol=1e-6)
   np.testing.assert_allclose(run("stratified_loo"), [1, -0.5, -0.5, 0.5, 0.5, -1], rtol=1e-6)
-  np.testing.assert_allclose(run("two_term", lam=3.0), np.array([1, -5, -5, 5, 5, -1]) / 6, rtol=1e-5)
-  np.testing.assert_allclose(run("shrunk", kappa=3.0), run("stratified") / 2 + run("centered") / 2, rtol=1e-6)
+  np.testing.assert_allclose(
+    run("two_term", lam=3.0), np.array([1, -5, -5, 5, 5, -1]) / 6, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    run("shrunk", kappa=3.0), run("stratified") / 2 + run("centered") / 2, rtol=1e-6
+  )
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@hypothesis.given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8),
-                  st.lists(st.integers(0, STRATA - 1), min_size=8, max_size=8),
-                  st.lists(st.booleans(), min_size=8, max_size=8), st.permutations(range(8)))
+@hypothesis.given(
+  st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8),
+  st.lists(st.integers(0, STRATA - 1), min_size=8, max_size=8),
+  st.lists(st.booleans(), min_size=8, max_size=8),
+  st.permutations(range(8)),
+)
 def test_masked_rewards_are_never_read_and_order_does_not_matter(reward, stratum, mask, order):
-  r, s, m = np.array([reward], np.float32), np.array([stratum], np.int32), np.array([mask], np.float32)
+  r, s, m = (
+    np.array([reward], np.float32),
+    np.array([stratum], np.int32),
+    np.array([mask], np.float32),
+  )
   poisoned = np.where(m > 0, r, np.nan).astype(np.float32)
   clean, read = every(r, s, m), every(poisoned, np.where(m > 0, s, 0).astype(np.int32), m)
   shuffled = every(r[:, order], s[:, order], m[:, order])
@@ -155,8 +190,13 @@ def test_masked_rewards_are_never_read_and_order_does_not_matter(reward, stratum
     got = np.asarray(got)
     np.testing.assert_array_equal(got, np.asarray(read[case]), err_msg=case)
     np.testing.assert_array_equal(got[m == 0], 0, err_msg=case)
-    np.testing.assert_allclose(np.asarray(shuffled[case]), got[:, order], rtol=1e-3,
-                               atol=1e-3 * (1 + np.abs(got).max()), err_msg=case)
+    np.testing.assert_allclose(
+      np.asarray(shuffled[case]),
+      got[:, order],
+      rtol=1e-3,
+      atol=1e-3 * (1 + np.abs(got).max()),
+      err_msg=case,
+    )
 
 
 def test_san_matched_to_gn_has_its_root_mean_square():
@@ -189,8 +229,12 @@ def test_batch_kernels():
       call = lambda name: np.asarray(make(name)(reward, stratum, mask, 0))
       want = reference.over_batch(reference.gn, reward, stratum, mask, ddof=ddof)
       np.testing.assert_allclose(call("reinforce_batch"), want, rtol=1e-12, atol=1e-12)
-      np.testing.assert_allclose(call("gn_batch"), reference.gn_batch(reward, stratum, mask, ddof=ddof),
-                                 rtol=1e-12, atol=1e-12)
+      np.testing.assert_allclose(
+        call("gn_batch"),
+        reference.gn_batch(reward, stratum, mask, ddof=ddof),
+        rtol=1e-12,
+        atol=1e-12,
+      )
 
 
 def test_gae_steps_over_observations_and_stops_at_the_trajectory():
@@ -203,20 +247,27 @@ def test_gae_steps_over_observations_and_stops_at_the_trajectory():
       got, returns = advantages.gae(reward, value, trajectory, mask, gamma=gamma, lam=lam)
       want = reference.gae(reward, value, trajectory, mask, gamma, lam)
       np.testing.assert_allclose(np.asarray(got), want, rtol=1e-12, atol=1e-12)
-      np.testing.assert_allclose(np.asarray(returns), np.where(mask, want + value, 0), rtol=1e-12, atol=1e-12)
+      np.testing.assert_allclose(
+        np.asarray(returns), np.where(mask, want + value, 0), rtol=1e-12, atol=1e-12
+      )
 
 
 def test_gae_with_lambda_one_is_the_return_minus_the_value():
   reward = jnp.array([0.0, 0, 0, 1, 0, 2], jnp.bfloat16)
   value = jnp.array([0.5, 9, 0.25, 0.5, 1, 1], jnp.float32)
-  got, returns = advantages.gae(reward, value, jnp.array([1, 1, 1, 1, 2, 2]), jnp.array([1, 0, 1, 1, 1, 1]))
+  got, returns = advantages.gae(
+    reward, value, jnp.array([1, 1, 1, 1, 2, 2]), jnp.array([1, 0, 1, 1, 1, 1])
+  )
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, [0.5, 0, 0.75, 0.5, 1, 1])
   np.testing.assert_allclose(returns, [1, 0, 1, 1, 2, 2])
 
 
 def test_whitened_entries_have_mean_0_and_variance_1():
-  x, mask = np.random.default_rng(0).normal(5, 3, (4, 30)), np.random.default_rng(1).random((4, 30)) < 0.7
+  x, mask = (
+    np.random.default_rng(0).normal(5, 3, (4, 30)),
+    np.random.default_rng(1).random((4, 30)) < 0.7,
+  )
   white = np.asarray(advantages.whiten(jnp.asarray(x, jnp.float32), mask))
   np.testing.assert_allclose([white[mask].mean(), white[mask].var()], [0, 1], atol=1e-5)
   np.testing.assert_array_equal(white[~mask], 0)
@@ -249,15 +300,23 @@ def test_alpha_schedules():
   annealed = make(alpha=1.0, alpha_end=0.0, alpha_steps=10)
   function = make(alpha=lambda step: 1 - jnp.minimum(step, 10) / 10)
   for step, alpha in ((0, 1.0), (4, 0.6), (10, 0.0), (99, 0.0)):
-    constant = np.array([reference.blend(*group, alpha=alpha) for group in zip(reward, stratum, mask)])
-    np.testing.assert_allclose(annealed(reward, stratum, mask, step), constant, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(function(reward, stratum, mask, step), constant, rtol=1e-5, atol=1e-5)
+    constant = np.array(
+      [reference.blend(*group, alpha=alpha) for group in zip(reward, stratum, mask)]
+    )
+    np.testing.assert_allclose(
+      annealed(reward, stratum, mask, step), constant, rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_allclose(
+      function(reward, stratum, mask, step), constant, rtol=1e-5, atol=1e-5
+    )
   advantage = every(reward, stratum, mask)
   np.testing.assert_allclose(at(0, alpha=1.0), advantage["san"], rtol=1e-6, atol=1e-7)
   np.testing.assert_allclose(at(0, alpha=0.0), advantage["gn"], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name,options,words", [
+@pytest.mark.parametrize(
+  "name,options,words",
+  [
     ("grpo", {}, ["'grpo'", "choose one of", "gn", "blend"]),
     ("gae", {}, ["'gae'", "as functions"]),
     ("blend", dict(alpha=1.5), ["advantage.alpha", "1.5", "[0, 1]"]),
@@ -276,8 +335,13 @@ def test_alpha_schedules():
     ("gn_batch", dict(over="batch"), ["advantage.over", "no such option"]),
     ("blend", dict(alpha_end=0.0), ["alpha_end", "alpha_steps", "both"]),
     ("blend", dict(alpha_end=0.0, alpha_steps=0), ["alpha_steps", "0", "1 or more"]),
-    ("blend", dict(alpha=lambda step: step, alpha_end=0.0, alpha_steps=5), ["function of the step"]),
-])
+    (
+      "blend",
+      dict(alpha=lambda step: step, alpha_end=0.0, alpha_steps=5),
+      ["function of the step"],
+    ),
+  ],
+)
 def test_a_bad_choice_is_one_clear_sentence(name, options, words):
   with pytest.raises(ValueError) as caught:
     advantages.validate(name, 8, options)
@@ -346,9 +410,15 @@ print(json.dumps(report))
 
 
 def test_sharded_questions_equal_one_device_without_a_collective():
-  environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu",
-                     PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path]))
-  result = subprocess.run([sys.executable, "-c", _SHARDED], env=environment, capture_output=True, text=True)
+  environment = dict(
+    os.environ,
+    XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    JAX_PLATFORMS="cpu",
+    PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+  )
+  result = subprocess.run(
+    [sys.executable, "-c", _SHARDED], env=environment, capture_output=True, text=True
+  )
   assert result.returncode == 0, result.stderr[-3000:]
   report = json.loads(result.stdout.splitlines()[-1])
   assert report["devices"] == [8, 8]
@@ -356,6 +426,7 @@ def test_sharded_questions_equal_one_device_without_a_collective():
   assert not report["group"]
   assert len(report["batch"]) == 10
   for choice, collectives in report["batch"].items():
-    # At most one for each pass: counts and minima, sums, squared deviations. Never a gather of the samples.
+    # At most one for each pass: counts and minima, sums, squared deviations. Never a gather of the
+    # samples.
     assert set(collectives) == {"all-reduce"}, (choice, collectives)
     assert len(collectives) <= 4, (choice, collectives)

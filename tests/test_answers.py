@@ -3,15 +3,17 @@
 import json
 
 import pytest
-
 from small_rollouts import trajectory
-from stratified import answers, evaluate
+
+from stratified.evaluation import answers, score
 from stratified.types import Question, Search, Turn
 
 
 def rollout(id="q0", answer="Ada", sample=0, text="Who?", **fields):
   question = Question(id, text, ("Ada", "Ada L."), "nq", hops=2)
-  made = trajectory(("prompt", [1]), ("policy", [2, 3]), question=question, answer=answer, sample=sample, **fields)
+  made = trajectory(
+    ("prompt", [1]), ("policy", [2, 3]), question=question, answer=answer, sample=sample, **fields
+  )
   turn = Turn("search", "<search> x </search>", (Search("x", "hit", ("7",)),))
   return made.__class__(**vars(made) | {"turns": (turn,)})
 
@@ -23,11 +25,21 @@ def test_a_rollout_is_a_line_with_its_scores(tmp_path):
   kept = answers.Answers(tmp_path / "e", SETTINGS)
   kept.append("nq", rollout(side_tokens=5))
   (row,) = kept.read("nq").values()
-  assert row["exact_match"] == 1.0 and row["searches"] == 1 and row["tokens"] == 7 and row["side_tokens"] == 5
+  assert (
+    row["exact_match"] == 1.0
+    and row["searches"] == 1
+    and row["tokens"] == 7
+    and row["side_tokens"] == 5
+  )
   assert row["golden_answers"] == ["Ada", "Ada L."] and row["hops"] == 2 and row["fault"] is None
-  assert row["turns"] == [{"action": "search", "text": "<search> x </search>",
-                           "searches": [{"query": "x", "passage_ids": ["7"]}]}]
-  assert evaluate.summarise([[row]]) == evaluate.summary([[rollout(side_tokens=5)]])
+  assert row["turns"] == [
+    {
+      "action": "search",
+      "text": "<search> x </search>",
+      "searches": [{"query": "x", "passage_ids": ["7"]}],
+    }
+  ]
+  assert score.summarise([[row]]) == score.summary([[rollout(side_tokens=5)]])
 
 
 def test_another_process_goes_on_in_the_same_folder(tmp_path):
@@ -62,7 +74,10 @@ def test_a_lost_rollout_is_tried_again_and_the_newest_counts(tmp_path):
 
 def test_other_settings_are_refused_by_name(tmp_path):
   answers.Answers(tmp_path, SETTINGS)
-  with pytest.raises(ValueError, match=r"other settings \(gone was None and is 1; step was 3 and is 4\); name another folder"):
+  with pytest.raises(
+    ValueError,
+    match=r"other settings \(gone was None and is 1; step was 3 and is 4\); name another folder",
+  ):
     answers.Answers(tmp_path, SETTINGS | {"step": 4, "gone": 1})
   (tmp_path / "settings.json").write_text("{")
   with pytest.raises(ValueError, match="settings.json is not JSON"):

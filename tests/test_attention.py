@@ -1,4 +1,5 @@
-"""The attention of packed rows by each implementation that can run here, against a float64 loop over tokens."""
+"""The attention of packed rows by each implementation that can run here, against a float64 loop
+over tokens."""
 
 import functools
 
@@ -13,7 +14,9 @@ from stratified.policy import attention
 @functools.cache
 def inputs(length=256, heads=4, groups=2, dim=128, rows=2):
   rng = np.random.default_rng(0)
-  q, k, v = (rng.standard_normal((rows, length, n, dim)).astype(np.float32) for n in (heads, groups, groups))
+  q, k, v = (
+    rng.standard_normal((rows, length, n, dim)).astype(np.float32) for n in (heads, groups, groups)
+  )
   segment = np.zeros((rows, length), np.int32)
   segment[0, :100], segment[0, 100:230] = 1, 2  # the rest is padding
   segment[1] = 1
@@ -30,7 +33,11 @@ def by_hand():
     for t in range(q.shape[1]):
       seen = [s for s in range(t + 1) if segment[r, s] == segment[r, t]]
       for h in range(q.shape[2]):
-        score = k[r, seen, h // each].astype(np.float64) @ q[r, t, h].astype(np.float64) / np.sqrt(q.shape[3])
+        score = (
+          k[r, seen, h // each].astype(np.float64)
+          @ q[r, t, h].astype(np.float64)
+          / np.sqrt(q.shape[3])
+        )
         weight = np.exp(score - score.max())
         out[r, t, h] = weight / weight.sum() @ v[r, seen, h // each].astype(np.float64)
   return out
@@ -54,16 +61,31 @@ def test_every_implementation_is_the_softmax_over_earlier_tokens_of_the_segment(
 
 def test_the_kernels_gradients_are_the_librarys():
   q, k, v, segment = inputs()
-  weight = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32) * (segment > 0)[..., None, None]
-  of = lambda name: jax.jit(jax.grad(lambda *x: (attend(name, *x, segment) * weight).sum(), (0, 1, 2)))(q, k, v)
+  weight = (
+    np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
+    * (segment > 0)[..., None, None]
+  )
+  of = lambda name: jax.jit(
+    jax.grad(lambda *x: (attend(name, *x, segment) * weight).sum(), (0, 1, 2))
+  )(q, k, v)
   for found, expected in zip(of("splash"), of("library")):
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("platform, dtype, head_dim, length, name", [
-    ("cpu", "float32", 32, 192, "folded"), ("gpu", "bfloat16", 128, 4096, "cudnn"), ("gpu", "float32", 128, 4096, "library"),
-    ("tpu", "bfloat16", 128, 4096, "splash"), ("tpu", "bfloat16", 64, 4096, "library"), ("tpu", "bfloat16", 128, 200, "library")])
-def test_the_fastest_implementation_whose_conditions_hold_is_taken(platform, dtype, head_dim, length, name):
+@pytest.mark.parametrize(
+  "platform, dtype, head_dim, length, name",
+  [
+    ("cpu", "float32", 32, 192, "folded"),
+    ("gpu", "bfloat16", 128, 4096, "cudnn"),
+    ("gpu", "float32", 128, 4096, "library"),
+    ("tpu", "bfloat16", 128, 4096, "splash"),
+    ("tpu", "bfloat16", 64, 4096, "library"),
+    ("tpu", "bfloat16", 128, 200, "library"),
+  ],
+)
+def test_the_fastest_implementation_whose_conditions_hold_is_taken(
+  platform, dtype, head_dim, length, name
+):
   assert attention.best_for(platform, dtype, head_dim, length) == name
 
 

@@ -2,39 +2,55 @@
 
 import dataclasses
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
-
 from small_rollouts import random_groups, trajectory
-from stratified import batching
+
+from stratified.learner import batching
 
 PACKING = batching.Packing(length=8, rows=2, micro=2)
 
-# Two questions with two rollouts each, of 7, 3, (lost) and 4 tokens. Longest first into rows of 8: the first rollout
-# fills row 0 but for one place, the fourth and the second share row 1.
+# Two questions with two rollouts each, of 7, 3, (lost) and 4 tokens. Longest first into rows of 8:
+# the first rollout fills row 0 but for one place, the fourth and the second share row 1.
 GROUPS = [
-    [trajectory(("prompt", [1, 2]), ("policy", [3, 4], [-0.1, -0.2]), ("observation", [5, 6]), ("policy", [7], [-0.3])),
-     trajectory(("prompt", [1, 2]), ("policy", [8], [-0.4]))],
-    [trajectory(("prompt", [9]), ("policy", [10], [-9.0]), stop="fault", fault="the retriever did not answer"),
-     trajectory(("prompt", [9]), ("policy", [11, 12, 13], [-0.5, -0.6, -0.7]))],
+  [
+    trajectory(
+      ("prompt", [1, 2]),
+      ("policy", [3, 4], [-0.1, -0.2]),
+      ("observation", [5, 6]),
+      ("policy", [7], [-0.3]),
+    ),
+    trajectory(("prompt", [1, 2]), ("policy", [8], [-0.4])),
+  ],
+  [
+    trajectory(
+      ("prompt", [9]), ("policy", [10], [-9.0]), stop="fault", fault="the retriever did not answer"
+    ),
+    trajectory(("prompt", [9]), ("policy", [11, 12, 13], [-0.5, -0.6, -0.7])),
+  ],
 ]
 ZERO = [[0] * 8] * 2
 
 
-def collate(groups=GROUPS, packing=PACKING, rewards=((1, 0), (0, 0.5)), strata=((1, 0), (0, 2)), num_strata=3):
-  return batching.collate(groups, packing=packing, rewards=rewards, strata=strata, num_strata=num_strata)
+def collate(
+  groups=GROUPS, packing=PACKING, rewards=((1, 0), (0, 0.5)), strata=((1, 0), (0, 2)), num_strata=3
+):
+  return batching.collate(
+    groups, packing=packing, rewards=rewards, strata=strata, num_strata=num_strata
+  )
 
 
 def test_every_array_of_a_batch_made_by_hand():
   batch = collate()
   expected = {
-      "token_art": [[1, 2, 3, 4, 5, 6, 7, 0], [9, 11, 12, 13, 1, 2, 8, 0]],
-      "position_art": [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 3, 0, 1, 2, 0]],
-      "segment_art": [[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 2, 2, 2, 0]],
-      "loss_mask_art": [[0, 0, 1, 1, 0, 0, 1, 0], [0, 1, 1, 1, 0, 0, 1, 0]],
-      "sampler_logp_art": [[0, 0, -.1, -.2, 0, 0, -.3, 0], [0, -.5, -.6, -.7, 0, 0, -.4, 0]],
-      "trajectory_art": [[0, 0, 0, 0, 0, 0, 0, 0], [3, 3, 3, 3, 1, 1, 1, 0]],
+    "token_art": [[1, 2, 3, 4, 5, 6, 7, 0], [9, 11, 12, 13, 1, 2, 8, 0]],
+    "position_art": [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 3, 0, 1, 2, 0]],
+    "segment_art": [[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 2, 2, 2, 0]],
+    "loss_mask_art": [[0, 0, 1, 1, 0, 0, 1, 0], [0, 1, 1, 1, 0, 0, 1, 0]],
+    "sampler_logp_art": [[0, 0, -0.1, -0.2, 0, 0, -0.3, 0], [0, -0.5, -0.6, -0.7, 0, 0, -0.4, 0]],
+    "trajectory_art": [[0, 0, 0, 0, 0, 0, 0, 0], [3, 3, 3, 3, 1, 1, 1, 0]],
   }
   for name, rows in expected.items():
     dtype = np.float32 if name in ("loss_mask_art", "sampler_logp_art") else np.int32
@@ -57,7 +73,8 @@ def test_first_fit_loses_nothing_overfills_nothing_and_opens_a_bin_only_when_it_
   order = [item for items in bins for item in items]
   for index, items in enumerate(bins):
     for earlier in bins[:index]:
-      # What stood in an earlier bin when this item came is what is at least as long as it (longest first).
+      # What stood in an earlier bin when this item came is what is at least as long as it (longest
+      # first).
       for item in items:
         before = [i for i in earlier if (-lengths[i], i) < (-lengths[item], item)]
         assert sum(lengths[i] for i in before) + lengths[item] > 20
@@ -65,8 +82,13 @@ def test_first_fit_loses_nothing_overfills_nothing_and_opens_a_bin_only_when_it_
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(questions=st.integers(1, 4), samples=st.integers(1, 4), rows=st.integers(1, 5), seed=st.integers(0, 1000),
-       lost=st.integers(0, 3))
+@given(
+  questions=st.integers(1, 4),
+  samples=st.integers(1, 4),
+  rows=st.integers(1, 5),
+  seed=st.integers(0, 1000),
+  lost=st.integers(0, 3),
+)
 def test_each_rollout_can_be_read_back_from_the_rows(questions, samples, rows, seed, lost):
   groups = random_groups(questions, samples, seed=seed)
   groups[0][:lost] = [dataclasses.replace(t, fault="lost") for t in groups[0][:lost]]
@@ -74,8 +96,10 @@ def test_each_rollout_can_be_read_back_from_the_rows(questions, samples, rows, s
   zeros = np.zeros((questions, samples), int)
   batch = collate(groups, packing, zeros, zeros)
   assert batch.token_art.shape == (-(-questions * samples // rows), rows, 20)
-  assert (batch.segment_art[int(batch.num_micro):] == 0).all()
-  flat = {name: getattr(batch, name).reshape(-1, 20) for name in batch._fields if name.endswith("_art")}
+  assert (batch.segment_art[int(batch.num_micro) :] == 0).all()
+  flat = {
+    name: getattr(batch, name).reshape(-1, 20) for name in batch._fields if name.endswith("_art")
+  }
   found = {}
   for row, segments in enumerate(flat["segment_art"]):
     for number in range(1, segments.max() + 1):
@@ -83,14 +107,17 @@ def test_each_rollout_can_be_read_back_from_the_rows(questions, samples, rows, s
       np.testing.assert_array_equal(flat["position_art"][row, at], np.arange(len(at)))
       assert (np.diff(at) == 1).all() and len(set(flat["trajectory_art"][row, at])) == 1
       found[int(flat["trajectory_art"][row, at[0]])] = tuple(
-          flat[name][row, at].tolist() for name in ("token_art", "loss_mask_art", "sampler_logp_art"))
+        flat[name][row, at].tolist() for name in ("token_art", "loss_mask_art", "sampler_logp_art")
+      )
   kept = {i: t for i, t in enumerate(t for group in groups for t in group) if t.fault is None}
   assert found.keys() == kept.keys()
   for index, (tokens, mask, logp) in found.items():
     segments = kept[index].segments
     assert tokens == kept[index].token_ids
     assert mask == [float(s.origin == "policy") for s in segments for _ in s.token_ids]
-    assert logp == [float(np.float32(x)) for s in segments for x in (s.log_probs or [0.0] * len(s.token_ids))]
+    assert logp == [
+      float(np.float32(x)) for s in segments for x in (s.log_probs or [0.0] * len(s.token_ids))
+    ]
 
 
 def test_a_lost_rollout_takes_no_tokens_and_a_wholly_lost_step_is_one_empty_micro_batch():
@@ -111,8 +138,12 @@ def test_padding_share_counts_only_the_micro_batches_that_run():
 
 
 def test_for_rollouts_has_room_for_rollouts_that_fill_a_row_each():
-  assert batching.Packing.for_rollouts(9, length=8, rows=4) == batching.Packing(length=8, rows=4, micro=3)
-  full = [[trajectory(("prompt", [1] * 4), ("policy", [2] * 4)) for _ in range(3)] for _ in range(3)]
+  assert batching.Packing.for_rollouts(9, length=8, rows=4) == batching.Packing(
+    length=8, rows=4, micro=3
+  )
+  full = [
+    [trajectory(("prompt", [1] * 4), ("policy", [2] * 4)) for _ in range(3)] for _ in range(3)
+  ]
   zeros = np.zeros((3, 3), int)
   batch = collate(full, batching.Packing.for_rollouts(9, length=8, rows=4), zeros, zeros)
   assert batch.num_micro == 3 and batching.num_tokens(batch) == 72
@@ -120,22 +151,36 @@ def test_for_rollouts_has_room_for_rollouts_that_fill_a_row_each():
 
 def test_the_context_counts_its_weight_except_each_rollouts_first_token():
   batch = batching.weigh_context(collate(), 0.25)
-  np.testing.assert_array_equal(batch.loss_mask_art, np.float32([
-      [[0, .25, 1, 1, .25, .25, 1, 0], [0, 1, 1, 1, 0, .25, 1, 0]], ZERO]))
+  np.testing.assert_array_equal(
+    batch.loss_mask_art,
+    np.float32([[[0, 0.25, 1, 1, 0.25, 0.25, 1, 0], [0, 1, 1, 1, 0, 0.25, 1, 0]], ZERO]),
+  )
   # 3 + 3 x 0.25, 1 + 0.25, nothing of the lost one, 3.
   np.testing.assert_array_equal(batch.length_qk, np.float32([[3.75, 1.25], [0, 3]]))
   unweighted = collate()
   assert batching.weigh_context(unweighted, 0.0) is unweighted
 
 
-@pytest.mark.parametrize("changes, sentence", [
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
     (dict(groups=[GROUPS[0], GROUPS[1][:1]]), r"groups of \[1, 2\] rollouts.*same number.*fault"),
     (dict(strata=((0, 1), (2, 3))), r"from 0 to 3, outside \[0, 3\).*cap the partition"),
     (dict(strata=((0, -1), (2, 1))), r"from -1 to 2, outside \[0, 3\)"),
-    (dict(rewards=((1, float("nan")), (0, 1))), r"rollout 1 of question 'q' has the reward nan.*finite number"),
-    (dict(packing=batching.Packing(length=6, rows=2, micro=2)), r"a rollout of 7 tokens.*row of 6.*rollout\.max_tokens"),
-    (dict(packing=batching.Packing(length=8, rows=1, micro=1)), r"2 rows are needed, 1 are planned"),
-])
+    (
+      dict(rewards=((1, float("nan")), (0, 1))),
+      r"rollout 1 of question 'q' has the reward nan.*finite number",
+    ),
+    (
+      dict(packing=batching.Packing(length=6, rows=2, micro=2)),
+      r"a rollout of 7 tokens.*row of 6.*rollout\.max_tokens",
+    ),
+    (
+      dict(packing=batching.Packing(length=8, rows=1, micro=1)),
+      r"2 rows are needed, 1 are planned",
+    ),
+  ],
+)
 def test_what_does_not_fit_is_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
     collate(**changes)
@@ -151,10 +196,15 @@ def test_place_splits_nothing_on_one_device_and_keeps_every_value(mesh):
 
 
 def search_lengths(count=2048, seed=0):
-  """Lengths as of search rollouts: a prompt of 250 tokens, 0 to 4 searches of about 620 tokens, an answer, at most 4,096."""
+  """Lengths as of search rollouts: a prompt of 250 tokens, 0 to 4 searches of about 620 tokens, an
+  answer, at most 4,096."""
   rng = np.random.default_rng(seed)
   searches = rng.choice(5, count, p=[0.1, 0.35, 0.3, 0.15, 0.1])
-  return np.clip(250 + searches * rng.normal(620, 120, count) + rng.gamma(2, 60, count), 260, 4096).astype(int).tolist()
+  return (
+    np.clip(250 + searches * rng.normal(620, 120, count) + rng.gamma(2, 60, count), 260, 4096)
+    .astype(int)
+    .tolist()
+  )
 
 
 def test_padding_of_search_rollouts_in_rows_of_4096_is_under_five_percent():
@@ -166,12 +216,15 @@ def test_padding_of_search_rollouts_in_rows_of_4096_is_under_five_percent():
 
 @pytest.mark.parametrize("rows", [16, 32])
 def test_micro_batches_give_every_data_shard_like_numbers_of_tokens(rows):
-  """Within a hundredth but in the last one, whose bins are those that are left: there no shard has one row more than another."""
+  """Within a hundredth but in the last one, whose bins are those that are left: there no shard has
+  one row more than another."""
   lengths, packing = search_lengths(), batching.Packing(length=4096, rows=rows, micro=0, shards=8)
   bins = batching.first_fit(lengths, 4096)
   dealt = batching.deal(bins, lengths, packing)
   assert sorted(items for items in dealt if items) == sorted(bins)
-  by_shard = lambda size: np.array([size(items) for items in dealt]).reshape(-1, 8, rows // 8).sum(-1)
+  by_shard = lambda size: (
+    np.array([size(items) for items in dealt]).reshape(-1, 8, rows // 8).sum(-1)
+  )
   tokens, used = by_shard(lambda items: sum(lengths[i] for i in items)), by_shard(bool)
   assert (tokens[:-2].min(1) / tokens[:-2].max(1)).min() > 0.99
   assert used[-1].max() - used[-1].min() <= 1

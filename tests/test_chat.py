@@ -4,12 +4,16 @@ import json
 
 import pytest
 
-from stratified.rollout import chat, methods, tags
+from stratified.agents import chat, tags
+from stratified.agents.baselines import methods
 
-CHATML = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-          "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
-          "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+CHATML = (
+  "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+  "{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
+  "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor "
+  "%}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 TOOLS = """\
 {%- if tools %}
     {{- bos_token + '[TOOLS]' }}
@@ -33,15 +37,26 @@ TOOLS = """\
     {{- '<think></think>' }}
 {%- endif %}
 """
-CHAT = [{"role": "user", "content": " Wer ist <b>Ådne</b> & 東京? \n"}, {"role": "assistant", "content": "I."},
-        {"role": "user", "content": "{{ 7 * 7 }}"}]
-TOOL = {"type": "function", "function": {"name": "search", "description": "Sucht <fast> & 'gut' \u00e9",
-                                         "parameters": {"type": "object", "properties": {}}}}
+CHAT = [
+  {"role": "user", "content": " Wer ist <b>Ådne</b> & 東京? \n"},
+  {"role": "assistant", "content": "I."},
+  {"role": "user", "content": "{{ 7 * 7 }}"},
+]
+TOOL = {
+  "type": "function",
+  "function": {
+    "name": "search",
+    "description": "Sucht <fast> & 'gut' \u00e9",
+    "parameters": {"type": "object", "properties": {}},
+  },
+}
 
 
 def directory(path, template=None, *, alone=None, **config):
   config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}} | config
-  (path / "tokenizer_config.json").write_text(json.dumps(config | ({"chat_template": template} if template else {})))
+  (path / "tokenizer_config.json").write_text(
+    json.dumps(config | ({"chat_template": template} if template else {}))
+  )
   if alone:
     (path / "chat_template.jinja").write_text(alone)
   return path
@@ -53,13 +68,19 @@ def directory(path, template=None, *, alone=None, **config):
 def test_renders_as_transformers_does(tmp_path, template, tools, opened):
   tokenizers = pytest.importorskip("tokenizers")
   transformers = pytest.importorskip("transformers")
-  backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "<s>": 1, "</s>": 2}, unk_token="x"))
-  theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel({"x": 0, "<s>": 1, "</s>": 2}, unk_token="x")
+  )
+  theirs = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
+  )
   theirs.chat_template = template
   theirs.save_pretrained(tmp_path)
   ours = chat.load(tmp_path)
   for extra in ({}, {"enable_thinking": False}):
-    expected = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=opened, **extra)
+    expected = theirs.apply_chat_template(
+      CHAT, tools=tools, tokenize=False, add_generation_prompt=opened, **extra
+    )
     assert ours.render(CHAT, tools=tools, add_generation_prompt=opened, **extra) == expected
 
 
@@ -67,22 +88,31 @@ def test_one_user_message_is_what_a_protocol_takes(tmp_path):
   template = chat.load(directory(tmp_path, CHATML))
   protocol = tags.search_r1(render=template.user)
   text = protocol.prompt("Who?")
-  assert text.startswith("<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nAnswer the question")
+  assert text.startswith(
+    "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nAnswer the question"
+  )
   assert text.endswith("Question: Who?\n<|im_end|>\n<|im_start|>assistant\n")
   before, after = methods.PROTOCOLS["rag"](render=template.user).parts("Who?")
-  assert "<|im_start|>user" in before and after.endswith("Who?\n<|im_end|>\n<|im_start|>assistant\n")
+  assert "<|im_start|>user" in before and after.endswith(
+    "Who?\n<|im_end|>\n<|im_start|>assistant\n"
+  )
 
 
 def test_the_template_is_found_where_directories_keep_it(tmp_path):
   user = [{"role": "user", "content": "x"}]
   assert chat.load(directory(tmp_path, "A{{ bos_token }}")).render(user) == "A<s>"
-  named = [{"name": "tool_use", "template": "B"}, {"name": "default", "template": "C{{ eos_token }}"}]
+  named = [
+    {"name": "tool_use", "template": "B"},
+    {"name": "default", "template": "C{{ eos_token }}"},
+  ]
   assert chat.load(directory(tmp_path, named)).render(user) == "C</s>"
   assert chat.load(directory(tmp_path, "A", alone="D")).render(user) == "D"
 
 
 def test_a_directory_without_a_template_is_refused_with_the_way_out(tmp_path):
-  with pytest.raises(FileNotFoundError, match="has no chat template.*set rollout.chat_template = False"):
+  with pytest.raises(
+    FileNotFoundError, match="has no chat template.*set rollout.chat_template = False"
+  ):
     chat.load(directory(tmp_path))
   (tmp_path / "tokenizer_config.json").write_text("{")
   with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
@@ -92,12 +122,22 @@ def test_a_directory_without_a_template_is_refused_with_the_way_out(tmp_path):
     chat.load(tmp_path)
 
 
-@pytest.mark.parametrize("template", [
-    "{{ raise_exception('roles must alternate') }}", "{% for x in %}", "{{ messages[5]['content'] + 1 }}",
-    "{{ ().__class__.__bases__[0].__subclasses__()[0] + '' }}", "{{ messages.append({}) }}",
-    "{{ messages.__class__.__mro__[1].__init__.__globals__ + 1 }}"])
+@pytest.mark.parametrize(
+  "template",
+  [
+    "{{ raise_exception('roles must alternate') }}",
+    "{% for x in %}",
+    "{{ messages[5]['content'] + 1 }}",
+    "{{ ().__class__.__bases__[0].__subclasses__()[0] + '' }}",
+    "{{ messages.append({}) }}",
+    "{{ messages.__class__.__mro__[1].__init__.__globals__ + 1 }}",
+  ],
+)
 def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_one_sentence(template):
-  with pytest.raises(ValueError, match="the model's chat template refuses a conversation of the roles user: .*mend the model"):
+  with pytest.raises(
+    ValueError,
+    match="the model's chat template refuses a conversation of the roles user: .*mend the model",
+  ):
     chat.ChatTemplate(template).render([{"role": "user", "content": "x"}])
 
 

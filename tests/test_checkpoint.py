@@ -15,18 +15,22 @@ import numpy as np
 import optax
 import pytest
 
-from stratified import checkpoint
+from stratified.runs import checkpoint
 from stratified.types import TrainState
 
 
 def make_state(seed=0, size=64):
   keys = jax.random.split(jax.random.key(seed), 3)
   params = {
-      "layers": {"kernel": jax.random.normal(keys[0], (2, size, 8)),
-                 "scale": jnp.full((3,), 1 / 3, jnp.bfloat16)},
-      "embedding": jax.random.normal(keys[1], (size, 4)),
+    "layers": {
+      "kernel": jax.random.normal(keys[0], (2, size, 8)),
+      "scale": jnp.full((3,), 1 / 3, jnp.bfloat16),
+    },
+    "embedding": jax.random.normal(keys[1], (size, 4)),
   }
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.0, 1e-3, 10)))
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.0, 1e-3, 10))
+  )
   opt_state = jax.tree.map(lambda x: x + 1, optimizer.init(params))
   return TrainState(jnp.int32(seed), params, opt_state, None, jnp.int32(1))
 
@@ -97,8 +101,11 @@ with checkpoint.Checkpointer(sys.argv[1], every=1, keep=1) as checkpointer:
 
 
 def _kill_while_saving(workdir, after):
-  """Starts a process that saves step after step, kills it while one beyond `after` is half-written."""
-  process = subprocess.Popen([sys.executable, "-c", KILLED, str(workdir), str(pathlib.Path(__file__).parent)])
+  """Starts a process that saves step after step, kills it while one beyond `after` is
+  half-written."""
+  process = subprocess.Popen(
+    [sys.executable, "-c", KILLED, str(workdir), str(pathlib.Path(__file__).parent)]
+  )
   folder = workdir / "checkpoints"
   deadline = time.monotonic() + 300
   names = []
@@ -159,9 +166,16 @@ print("all three")
 
 
 def test_a_checkpoint_moves_between_meshes_bit_for_bit(tmp_path):
-  environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run([sys.executable, "-c", MESHES, str(tmp_path), str(pathlib.Path(__file__).parent)],
-                        env=environment, capture_output=True, text=True)
+  environment = os.environ | {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "JAX_PLATFORMS": "cpu",
+  }
+  done = subprocess.run(
+    [sys.executable, "-c", MESHES, str(tmp_path), str(pathlib.Path(__file__).parent)],
+    env=environment,
+    capture_output=True,
+    text=True,
+  )
   assert done.stdout.strip() == "all three", done.stderr
   assert not [line for line in done.stderr.splitlines() if "orbax" in line and " W" not in line]
 
@@ -197,9 +211,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_arrays_are_named(tmp_p
     checkpointer.save(1, state)
     with pytest.raises(ValueError) as caught:
       checkpointer.restore_latest(checkpoint.abstract(other))
-  for line in ("params.embedding: float32[64, 4] in the checkpoint, float32[32, 4] now",
-               "params.extra: absent in the checkpoint, float32[2] now",
-               "params.layers.scale: bfloat16[3] in the checkpoint, float32[3] now"):
+  for line in (
+    "params.embedding: float32[64, 4] in the checkpoint, float32[32, 4] now",
+    "params.extra: absent in the checkpoint, float32[2] now",
+    "params.layers.scale: bfloat16[3] in the checkpoint, float32[3] now",
+  ):
     assert line in str(caught.value)
   assert "step:" not in str(caught.value)
 
@@ -210,8 +226,13 @@ def test_intervals_below_one_are_refused(tmp_path):
 
 
 CONFIG = {
-    "seed": 0, "num_steps": 100, "mesh": {"data": 1, "fsdp": 1}, "checkpoint": {"every": 10, "keep": 2},
-    "advantage": {"name": "blend", "alpha": 0.6}, "hidden": (32, 64), "lora": {},
+  "seed": 0,
+  "num_steps": 100,
+  "mesh": {"data": 1, "fsdp": 1},
+  "checkpoint": {"every": 10, "keep": 2},
+  "advantage": {"name": "blend", "alpha": 0.6},
+  "hidden": (32, 64),
+  "lora": {},
 }
 
 
@@ -247,10 +268,14 @@ def test_what_changes_the_result_is_refused_with_both_values_and_the_file_stays(
   with pytest.raises(ValueError) as caught:
     checkpoint.check_config(tmp_path, after)
   message = str(caught.value)
-  for line in ("advantage.alpha: 0.6 in the workdir, 0.8 now",
-               'advantage.name: "blend" in the workdir, absent now',
-               'new.name: absent in the workdir, "x" now', "num_steps: 100 in the workdir, 50 now",
-               "seed: 0 in the workdir, 0.5 now", "Use a new --workdir"):
+  for line in (
+    "advantage.alpha: 0.6 in the workdir, 0.8 now",
+    'advantage.name: "blend" in the workdir, absent now',
+    'new.name: absent in the workdir, "x" now',
+    "num_steps: 100 in the workdir, 50 now",
+    "seed: 0 in the workdir, 0.5 now",
+    "Use a new --workdir",
+  ):
     assert line in message
   assert "mesh" not in message
   assert (tmp_path / "config.json").read_text() == before
@@ -271,16 +296,24 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
 
 def test_values_that_are_not_finite_are_damage_since_no_such_step_is_saved(tmp_path):
   state = make_state()
-  broken = state._replace(params=state.params | {"embedding": state.params["embedding"].at[3, 1].set(jnp.nan)})
+  broken = state._replace(
+    params=state.params | {"embedding": state.params["embedding"].at[3, 1].set(jnp.nan)}
+  )
   with checkpoint.Checkpointer(tmp_path, every=1) as checkpointer:
     checkpointer.save(1, state)
     checkpointer.save(2, broken)
-    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*params\.embedding holds values that are not finite.*step 1"):
+    with pytest.raises(
+      ValueError,
+      match=r"checkpoints/2 is damaged .*params\.embedding holds values that are not finite.*step 1",
+    ):
       checkpointer.restore_latest(checkpoint.abstract(state))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]"])
 def test_a_config_that_is_no_json_is_named_with_the_way_out(tmp_path, text):
   (tmp_path / "config.json").write_text(text)
-  with pytest.raises(ValueError, match=r"config\.json is (not JSON .*|no JSON object), so it is damaged; .*new --workdir"):
+  with pytest.raises(
+    ValueError,
+    match=r"config\.json is (not JSON .*|no JSON object), so it is damaged; .*new --workdir",
+  ):
     checkpoint.check_config(tmp_path, {"a": 1})

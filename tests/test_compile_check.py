@@ -6,37 +6,67 @@ import subprocess
 import sys
 
 import pytest
-
 from test_train import ROOT, SETTINGS
 
 
 def check(*flags, **changes):
-  settings = [f"--config.{name}={value}" for name, value in (SETTINGS | {"packing.rows": 4, "mesh.data": 2} | changes).items()]
+  settings = [
+    f"--config.{name}={value}"
+    for name, value in (SETTINGS | {"packing.rows": 4, "mesh.data": 2} | changes).items()
+  ]
   return subprocess.run(
-      [sys.executable, "experiments/compile_check.py", "--config=configs/search_r1.py:tiny", *settings, *flags], cwd=ROOT,
-      capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    [
+      sys.executable,
+      "experiments/compile_check.py",
+      "--config=configs/search_r1.py:tiny",
+      *settings,
+      *flags,
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+  )
 
 
 def test_a_report_names_memory_collectives_and_nothing_unexpected(tmp_path):
-  done = check("--topology=cpu:4", "--tokens=100", f"--json={tmp_path / 'found.json'}", **{"mesh.fsdp": 2, "policy.logit_chunk": 64, "data.questions_per_step": 4})
+  done = check(
+    "--topology=cpu:4",
+    "--tokens=100",
+    f"--json={tmp_path / 'found.json'}",
+    **{"mesh.fsdp": 2, "policy.logit_chunk": 64, "data.questions_per_step": 4},
+  )
   assert done.returncode == 0, done.stderr[-2000:]
   found = json.loads((tmp_path / "found.json").read_text())
   assert found["mesh"] == {"data": 2, "fsdp": 2, "tensor": 1} and found["unexpected"] == []
-  # float32 masters halved by fsdp, but for the norms, which every device holds; AdamW or Muon keeps at least one moment.
+  # float32 masters halved by fsdp, but for the norms, which every device holds; AdamW or Muon keeps
+  # at least one moment.
   assert 2 * found["parameters"] <= found["memory"]["params"] < 2.2 * found["parameters"]
-  assert found["memory"]["optimizer"] >= found["memory"]["params"] and found["memory"]["update"] > found["memory"]["params"]
+  assert (
+    found["memory"]["optimizer"] >= found["memory"]["params"]
+    and found["memory"]["update"] > found["memory"]["params"]
+  )
   assert any(c["kind"] == "all-gather" and c["sent"] > 0 for c in found["collectives"])
   for text in ("mesh 2x2x1", "per device in the update", "collectives of an update"):
     assert text in done.stdout
 
 
-@pytest.mark.parametrize("flags, changes, sentence", [
+@pytest.mark.parametrize(
+  "flags, changes, sentence",
+  [
     (["--topology=v9:2x2"], {}, "--topology=v9:2x2 is unknown; write v5e:4x4"),
     (["--topology=cpu:1"], {}, "needs 2 devices, 1 are here"),
-    (["--topology=cpu:2", "--tokens=4000"], {}, "--tokens=4000 is more than rollout.max_tokens=128"),
+    (
+      ["--topology=cpu:2", "--tokens=4000"],
+      {},
+      "--tokens=4000 is more than rollout.max_tokens=128",
+    ),
     (["--topology=cpu:2"], {"policy.dtype": "int8"}, "policy.dtype='int8' is unknown"),
     (["--topology=cpu:2"], {"packing.rows": 3}, "packing.rows = 3 can't be split over 2 devices"),
-])
+  ],
+)
 def test_what_can_not_run_is_refused_in_words_before_compiling(flags, changes, sentence):
   done = check(*flags, **changes)
-  assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr[-2000:]
+  assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, (
+    done.stderr[-2000:]
+  )

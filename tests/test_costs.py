@@ -1,4 +1,5 @@
-"""Counted FLOPs against XLA's own count of an unrolled model, parameters and caches against real arrays, limits by hand."""
+"""Counted FLOPs against XLA's own count of an unrolled model, parameters and caches against real
+arrays, limits by hand."""
 
 import dataclasses
 import math
@@ -7,11 +8,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stratified import costs
+from stratified.planning import costs
 from stratified.policy import decoder, log_probs, sizes
 
 CONFIG = decoder.DecoderConfig(
-    vocab_size=512, width=256, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, mlp_width=640, unroll=3)
+  vocab_size=512,
+  width=256,
+  num_layers=3,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=64,
+  mlp_width=640,
+  unroll=3,
+)
 ROWS, LENGTH = 2, 128
 
 
@@ -26,12 +35,19 @@ def arguments():
 
 
 def loss(config, params, token):
-  x = decoder.hidden(config, params, token, jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH)), jnp.ones_like(token))
+  x = decoder.hidden(
+    config,
+    params,
+    token,
+    jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH)),
+    jnp.ones_like(token),
+  )
   return log_probs.token_log_probs(config, params, x, token)[0].sum()
 
 
 def test_forward_flops_equal_the_compilers_where_layers_are_unrolled(arguments):
-  """The compiler also counts norms, softmax and rotations: 4 % at this width, falling as 1/width."""
+  """The compiler also counts norms, softmax and rotations: 4 % at this width, falling as
+  1/width."""
   counted = costs.forward_flops(CONFIG, ROWS * LENGTH, LENGTH)
   assert 1.0 <= flops_of(lambda p, t: loss(CONFIG, p, t), *arguments) / counted < 1.06
 
@@ -41,13 +57,16 @@ def test_gradient_flops_equal_the_compilers_where_layers_are_unrolled(arguments,
   config = dataclasses.replace(CONFIG, remat=remat)
   counted = costs.update_flops(config, ROWS * LENGTH, LENGTH, reference=False, chunked=False)
   found = flops_of(jax.grad(lambda p, t: loss(config, p, t)), *arguments)
-  # With remat the last product of a layer is not made again: nothing after it in the layer needs it.
+  # With remat the last product of a layer is not made again: nothing after it in the layer needs
+  # it.
   assert 0.94 < found / counted < 1.08
 
 
 def test_a_scanned_model_is_what_the_compiler_undercounts(arguments):
   config = dataclasses.replace(CONFIG, unroll=1)
-  assert flops_of(lambda p, t: loss(config, p, t), *arguments) < 0.6 * costs.forward_flops(config, ROWS * LENGTH, LENGTH)
+  assert flops_of(lambda p, t: loss(config, p, t), *arguments) < 0.6 * costs.forward_flops(
+    config, ROWS * LENGTH, LENGTH
+  )
 
 
 def test_parameters_and_cache_are_those_of_the_arrays(arguments):
@@ -56,9 +75,18 @@ def test_parameters_and_cache_are_those_of_the_arrays(arguments):
   assert costs.cache_size(CONFIG, 5, 96) == sum(math.prod(x.shape) for x in jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize("name, billions", [
-    ("Qwen2.5-3B", 3.086), ("Qwen2.5-1.5B", 1.544), ("Qwen2.5-0.5B", 0.494), ("Qwen2.5-7B", 7.616), ("SmolLM2-135M", 0.1345),
-    ("Qwen3-1.7B", 1.721), ("Qwen3-4B", 4.022)])
+@pytest.mark.parametrize(
+  "name, billions",
+  [
+    ("Qwen2.5-3B", 3.086),
+    ("Qwen2.5-1.5B", 1.544),
+    ("Qwen2.5-0.5B", 0.494),
+    ("Qwen2.5-7B", 7.616),
+    ("SmolLM2-135M", 0.1345),
+    ("Qwen3-1.7B", 1.721),
+    ("Qwen3-4B", 4.022),
+  ],
+)
 def test_known_sizes_have_the_published_number_of_parameters(name, billions):
   """Model cards state 3.09B, 1.54B, 0.49B, 7.61B, 135M, 1.7B and 4.0B."""
   assert costs.num_parameters(sizes.decoder_of(name)) / 1e9 == pytest.approx(billions, rel=1e-3)

@@ -1,4 +1,5 @@
-"""The decoder computes what transformers computes: packed rows, gradients, key-value cache, each family."""
+"""The decoder computes what transformers computes: packed rows, gradients, key-value cache, each
+family."""
 
 import functools
 
@@ -6,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import small_models
 from small_models import torch  # skips this file where torch is absent
-from stratified.policy import decoder, hugging_face, log_probs
+
+from stratified.policy import decoder, log_probs
+from stratified.policy.files import hugging_face
 
 TOLERANCE = 1e-5  # of the logits' scale; 1e-4 is the project's bound, float32 leaves about 1e-6
 FAMILIES = sorted(small_models.FAMILIES)
@@ -34,8 +36,8 @@ def packed_rows(lengths=ROWS, length=ROW_LENGTH, vocab=97, seed=0):
   for row, parts in enumerate(lengths):
     start = 0
     for number, size in enumerate(parts, 1):
-      position[row, start:start + size] = np.arange(size)
-      segment[row, start:start + size] = number
+      position[row, start : start + size] = np.arange(size)
+      segment[row, start : start + size] = number
       spans.append((row, slice(start, start + size)))
       start += size
   return token, position, segment, spans
@@ -50,15 +52,22 @@ def packed_logits(config, params, token, position, segment):
   return decoder.logits(config, params, decoder.hidden(config, params, token, position, segment))
 
 
-@pytest.mark.parametrize("family,implementation", [(family, "library") for family in FAMILIES] + [
-    (family, "folded") for family in ("llama3", "qwen2-tied", "qwen3", "qwen3-tied")])
-def test_each_packed_segment_has_the_logits_that_transformers_gives_it_alone(family, implementation):
+@pytest.mark.parametrize(
+  "family,implementation",
+  [(family, "library") for family in FAMILIES]
+  + [(family, "folded") for family in ("llama3", "qwen2-tied", "qwen3", "qwen3-tied")],
+)
+def test_each_packed_segment_has_the_logits_that_transformers_gives_it_alone(
+  family, implementation
+):
   config, params = loaded(family, attention=implementation)
   token, position, segment, spans = packed_rows()
   found = np.asarray(packed_logits(config, params, token, position, segment))
   assert found.dtype == np.float32 and np.isfinite(found).all()
   for row, span in spans:
-    assert_close(found[row, span], small_models.logits(small_models.model(family), token[row, span]))
+    assert_close(
+      found[row, span], small_models.logits(small_models.model(family), token[row, span])
+    )
 
 
 def test_the_llama3_checkpoint_uses_all_three_bands_of_its_rotary_scaling():
@@ -70,8 +79,11 @@ def test_the_llama3_checkpoint_uses_all_three_bands_of_its_rotary_scaling():
 
 
 @pytest.mark.parametrize("implementation", ["library", "folded"])
-def test_a_hidden_state_depends_on_the_earlier_tokens_of_its_own_segment_and_on_no_other(implementation):
-  """d hidden[r, t] / d embedding is exactly zero but at s <= t of the same segment, and not zero there."""
+def test_a_hidden_state_depends_on_the_earlier_tokens_of_its_own_segment_and_on_no_other(
+  implementation,
+):
+  """d hidden[r, t] / d embedding is exactly zero but at s <= t of the same segment, and not zero
+  there."""
   config, params = loaded("qwen3", attention=implementation)
   _, position, segment, _ = packed_rows(ROWS[:1] + ROWS[2:])
   token = np.arange(segment.size).reshape(segment.shape)  # a token of its own at each place
@@ -79,13 +91,15 @@ def test_a_hidden_state_depends_on_the_earlier_tokens_of_its_own_segment_and_on_
 
   @jax.jit
   def influence(embed):
-    out = lambda embed: decoder.hidden(config, params | {"embed": embed}, token, position, segment) @ weight
+    out = lambda embed: (
+      decoder.hidden(config, params | {"embed": embed}, token, position, segment) @ weight
+    )
     _, pull = jax.vjp(out, embed)
     one_hot = jnp.eye(token.size).reshape(-1, *token.shape)
     # Not vmap: on CPU, jaxlib 0.10.2 fuses this vmapped backward pass wrongly, by half its size.
     return jax.lax.map(lambda g: jnp.abs(pull(g)[0]).sum(-1), one_hot)
 
-  found = np.asarray(influence(params["embed"]))[:, :token.size]
+  found = np.asarray(influence(params["embed"]))[:, : token.size]
   row, t = (x.ravel() for x in np.indices(token.shape))
   flat = segment.ravel()
   allowed = (row[:, None] == row) & (flat[:, None] == flat) & (t[:, None] >= t)
@@ -104,6 +118,7 @@ def test_gradients_of_the_mean_log_prob_equal_transformers(family, implementatio
       row, position = jnp.asarray(token)[None], jnp.arange(15)[None]
       hidden = decoder.hidden(config, params, row, position, jnp.ones_like(row))
       return log_probs.token_log_probs(config, params, hidden, row, chunk=5)[0][0, 1:].mean()
+
     return jax.grad(loss)(params)
 
   net = small_models.model(family)
@@ -122,13 +137,17 @@ def test_remat_changes_memory_and_not_gradients():
 
   def gradient(remat):
     config, params = loaded("llama-tied", remat=remat)
-    loss = lambda params: jnp.square(decoder.hidden(config, params, token, position, segment)).mean()
+    loss = lambda params: jnp.square(
+      decoder.hidden(config, params, token, position, segment)
+    ).mean()
     return jax.jit(jax.grad(loss))(params)
 
   plain = gradient("none")
   for remat in ("dots", "full"):
     for name, value in gradient(remat).items():
-      np.testing.assert_allclose(value, plain[name], rtol=1e-4, atol=1e-6, err_msg=f"{remat} {name}")
+      np.testing.assert_allclose(
+        value, plain[name], rtol=1e-4, atol=1e-6, err_msg=f"{remat} {name}"
+      )
 
 
 def test_bfloat16_computes_near_float32_and_returns_float32_logits():
@@ -139,11 +158,11 @@ def test_bfloat16_computes_near_float32_and_returns_float32_logits():
   assert found.dtype == jnp.float32
   for row, span in spans:
     error = np.asarray(found)[row, span] - exact[row, span]
-    assert 0 < np.sqrt(np.mean(error ** 2)) < 0.05 * np.std(exact)
+    assert 0 < np.sqrt(np.mean(error**2)) < 0.05 * np.std(exact)
 
 
-# The cache. Sequences of uneven lengths live in lanes of one cache; what `extend` says of each new token must
-# be what the packed path says of it.
+# The cache. Sequences of uneven lengths live in lanes of one cache; what `extend` says of each new
+# token must be what the packed path says of it.
 
 LENGTH = 20  # of the cache
 PROMPTS = (13, 6, 17, 9)
@@ -164,11 +183,12 @@ def lanes_and_truth(family):
 
 
 def feed(config, layers, cache, token, begin, end, width, lane=None):
-  """Extends row i with tokens begin[i]:end[i]; the rest of `width` is padding. Returns logits and cache."""
+  """Extends row i with tokens begin[i]:end[i]; the rest of `width` is padding. Returns logits and
+  cache."""
   position = np.full((len(begin), width), LENGTH)
   block = np.zeros((len(begin), width), int)
   for i, (a, b) in enumerate(zip(begin, end, strict=True)):
-    position[i, :b - a], block[i, :b - a] = np.arange(a, b), token[i, a:b]
+    position[i, : b - a], block[i, : b - a] = np.arange(a, b), token[i, a:b]
   return extended(config, layers, block, position, cache, lane)
 
 
@@ -181,7 +201,7 @@ def test_prefill_in_chunks_then_single_tokens_gives_the_logits_of_the_packed_pat
     found, cache = feed(config, layers, cache, token, at, end, 5)
     for i in range(4):
       if end[i] > at[i]:
-        assert_close(found[i, :end[i] - at[i]], truth[i, at[i]:end[i]])
+        assert_close(found[i, : end[i] - at[i]], truth[i, at[i] : end[i]])
     at = end
   for _ in range(3):
     found, cache = feed(config, layers, cache, token, at, at + 1, 1)
@@ -198,8 +218,10 @@ def test_a_subset_of_lanes_extends_alone_and_leaves_the_others_bit_for_bit():
   found, after = feed(config, layers, before, token[lane], [5, 4], [8, 6], 4, lane)
   assert_close(found[0, :3], truth[2, 5:8])
   assert_close(found[1, :2], truth[0, 4:6])
-  position_third = lambda cache: [
-      np.swapaxes(np.asarray(keys), 2, 3) for keys in cache.keys] + [np.asarray(x) for x in cache.values]
+  position_third = lambda cache: (
+    [np.swapaxes(np.asarray(keys), 2, 3) for keys in cache.keys]
+    + [np.asarray(x) for x in cache.values]
+  )
   for old, new in zip(position_third(before), position_third(after), strict=True):
     np.testing.assert_array_equal(new[[1, 3]], old[[1, 3]])
     np.testing.assert_array_equal(new[2, :, 8:], old[2, :, 8:])
@@ -208,8 +230,10 @@ def test_a_subset_of_lanes_extends_alone_and_leaves_the_others_bit_for_bit():
 
 def test_padding_is_written_nowhere():
   config, layers, token, _ = lanes_and_truth("qwen3")
-  _, before = feed(config, layers, decoder.empty_cache(config, 4, LENGTH), token, [0] * 4, PROMPTS, 17)
-  nowhere = np.tile([LENGTH, LENGTH + 1, 10 ** 6], (4, 1))
+  _, before = feed(
+    config, layers, decoder.empty_cache(config, 4, LENGTH), token, [0] * 4, PROMPTS, 17
+  )
+  nowhere = np.tile([LENGTH, LENGTH + 1, 10**6], (4, 1))
   found, after = extended(config, layers, token[:, :3], nowhere, before)
   assert np.isfinite(found).all()
   jax.tree.map(np.testing.assert_array_equal, before, after)
@@ -224,7 +248,9 @@ def test_what_an_earlier_rollout_left_in_a_lane_is_not_seen():
 
 
 def test_settings_that_fit_no_decoder_are_refused_by_name():
-  sizes = dict(vocab_size=8, width=8, num_layers=1, num_heads=3, num_kv_heads=2, head_dim=4, mlp_width=8)
+  sizes = dict(
+    vocab_size=8, width=8, num_layers=1, num_heads=3, num_kv_heads=2, head_dim=4, mlp_width=8
+  )
   with pytest.raises(ValueError, match="num_heads=3 is no multiple of num_kv_heads=2"):
     decoder.DecoderConfig(**sizes)
   with pytest.raises(ValueError, match="remat='some' is unknown"):

@@ -6,12 +6,12 @@ import itertools
 import pytest
 
 from stratified import rewards
+from stratified.agents import loop, tags
+from stratified.agents.limits import Limits
 from stratified.data import demonstrations, encyclopedia, language, questions, tokenizer
 from stratified.data.demonstrations import DemonstrationConfig
 from stratified.retrieval.bm25 import BM25
-from stratified.rollout import loop, tags
-from stratified.rollout.limits import Limits
-from stratified.rollout.sampler import Request
+from stratified.sampling.interface import Request
 
 WORLD = encyclopedia.make(encyclopedia.EncyclopediaConfig(entities=600), 0)
 TOKENIZER = tokenizer.build()
@@ -19,7 +19,13 @@ RETRIEVER = BM25(WORLD.passages)
 ASKED = questions.training_questions(WORLD, seed=0, step=7, count=100)
 FAULTLESS = dict(wrong_query=0.0, wrong_relation=0.0, invalid=0.0)
 LIMITS = dict(
-    max_turns=4, max_turn_tokens=32, max_observation_tokens=128, max_tokens=512, topk=2, answer_tokens=8)
+  max_turns=4,
+  max_turn_tokens=32,
+  max_observation_tokens=128,
+  max_tokens=512,
+  topk=2,
+  answer_tokens=8,
+)
 
 
 def play(config=DemonstrationConfig(**FAULTLESS), *, seed=0, samples=4, asked=ASKED, **limits):
@@ -27,8 +33,15 @@ def play(config=DemonstrationConfig(**FAULTLESS), *, seed=0, samples=4, asked=AS
   script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=seed, config=config)
   script.begin(7, asked)
   groups = loop.collect(
-      asked, sampler=script, retriever=RETRIEVER, tokenizer=TOKENIZER, protocol=tags.short(),
-      limits=Limits(**{**LIMITS, **limits}), samples_per_question=samples, step=7)
+    asked,
+    sampler=script,
+    retriever=RETRIEVER,
+    tokenizer=TOKENIZER,
+    protocol=tags.short(),
+    limits=Limits(**{**LIMITS, **limits}),
+    samples_per_question=samples,
+    step=7,
+  )
   trajectories = list(itertools.chain(*groups))
   assert all(t.fault is None for t in trajectories)
   return trajectories, script
@@ -46,14 +59,19 @@ def test_only_as_many_searches_as_hops_give_the_right_answer():
   trajectories, script = play()
   by_depth = collections.defaultdict(list)
   for i, trajectory in enumerate(trajectories):
-    assert trajectory.num_searches == script.depth((7, i // 4, i % 4)) and trajectory.stop == "answer"
+    assert (
+      trajectory.num_searches == script.depth((7, i // 4, i % 4)) and trajectory.stop == "answer"
+    )
     by_depth[trajectory.question.hops, trajectory.num_searches].append(trajectory)
   assert len(by_depth) == 16
   for (hops, searches), found in by_depth.items():
     if hops == searches:
       assert share_right(found) > 0.9, (hops, searches)  # a near-duplicate may hide the page
     else:
-      assert share_right(found) < 0.1, (hops, searches)  # only by way of a wrong page, or by a lucky guess
+      assert share_right(found) < 0.1, (
+        hops,
+        searches,
+      )  # only by way of a wrong page, or by a lucky guess
 
 
 def test_with_its_page_always_found_the_script_is_always_right():
@@ -64,14 +82,25 @@ def test_with_its_page_always_found_the_script_is_always_right():
     def search(self, queries, topk):
       page_of = {page.title: page for page in WORLD.passages}
       names = [query.rsplit(" ", 1)[0] for query in queries]
-      return [[other, page_of[name]] if name in page_of else []
-              for name in names for other in [next(p for p in WORLD.passages if p.title != name)]]
+      return [
+        [other, page_of[name]] if name in page_of else []
+        for name in names
+        for other in [next(p for p in WORLD.passages if p.title != name)]
+      ]
 
   config = DemonstrationConfig(guess=0.0, **FAULTLESS)
   script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=1, config=config)
   script.begin(0, ASKED)
-  groups = loop.collect(ASKED, sampler=script, retriever=Oracle(), tokenizer=TOKENIZER, protocol=tags.short(),
-                        limits=Limits(**LIMITS), samples_per_question=4, step=0)
+  groups = loop.collect(
+    ASKED,
+    sampler=script,
+    retriever=Oracle(),
+    tokenizer=TOKENIZER,
+    protocol=tags.short(),
+    limits=Limits(**LIMITS),
+    samples_per_question=4,
+    step=0,
+  )
   for trajectory in itertools.chain(*groups):
     assert right(trajectory) == (trajectory.num_searches == trajectory.question.hops)
 
@@ -88,14 +117,18 @@ def test_depths_follow_the_mixture_whatever_the_question():
 def test_demonstrations_repeat_by_seed_and_do_not_depend_on_what_else_is_asked():
   first, _ = play(DemonstrationConfig())
   assert first == play(DemonstrationConfig())[0]
-  assert [t.token_ids for t in first] != [t.token_ids for t in play(DemonstrationConfig(), seed=1)[0]]
+  assert [t.token_ids for t in first] != [
+    t.token_ids for t in play(DemonstrationConfig(), seed=1)[0]
+  ]
   assert play(DemonstrationConfig(), asked=ASKED[:5])[0] == first[:20]
 
 
 def test_too_few_searches_answer_with_a_link_of_the_chain():
   trajectories, _ = play(DemonstrationConfig(guess=0.0, **FAULTLESS))
   early = [t for t in trajectories if t.num_searches < t.question.hops]
-  on_chain = [t.answer == questions.chain_of(WORLD, t.question).entities[t.num_searches] for t in early]
+  on_chain = [
+    t.answer == questions.chain_of(WORLD, t.question).entities[t.num_searches] for t in early
+  ]
   assert len(early) > 50 and sum(on_chain) > 0.9 * len(early)
 
 
@@ -142,16 +175,22 @@ def test_each_imperfection_happens_at_its_rate_and_costs():
   spoiled, _ = play(DemonstrationConfig(**{**FAULTLESS, "wrong_query": 1.0, "mixture": (0.0, 1.0)}))
   heads = [questions.chain_of(WORLD, t.question).entities[0] for t in spoiled if t.question.hops]
   queries = [t.searches[0].query for t in spoiled if t.question.hops]
-  assert sum(query.startswith(head + " ") for query, head in zip(queries, heads)) < 0.05 * len(heads)
+  assert sum(query.startswith(head + " ") for query, head in zip(queries, heads)) < 0.05 * len(
+    heads
+  )
 
 
 def test_an_invalid_turn_is_corrected_and_the_script_goes_on():
   trajectories, _ = play(DemonstrationConfig(**{**FAULTLESS, "invalid": 0.3}))
   share = sum(t.num_invalid for t in trajectories) / sum(len(t.turns) for t in trajectories)
   assert 0.1 < share < 0.3
-  recovered = [t for t in trajectories if t.num_invalid == 1 and t.num_searches == t.question.hops > 0]
+  recovered = [
+    t for t in trajectories if t.num_invalid == 1 and t.num_searches == t.question.hops > 0
+  ]
   assert len(recovered) > 20 and share_right(recovered) > 0.8
-  assert all(t.stop == "answer" for t in trajectories)  # also where invalid turns used up the searches
+  assert all(
+    t.stop == "answer" for t in trajectories
+  )  # also where invalid turns used up the searches
 
 
 def test_common_knowledge_searched_for_is_answered_wrongly_by_what_was_read():
@@ -162,34 +201,46 @@ def test_common_knowledge_searched_for_is_answered_wrongly_by_what_was_read():
 
 
 def test_a_page_cut_short_is_read_as_far_as_it_goes():
-  trajectories, _ = play(DemonstrationConfig(guess=0.0, **FAULTLESS), max_observation_tokens=20, topk=1)
+  trajectories, _ = play(
+    DemonstrationConfig(guess=0.0, **FAULTLESS), max_observation_tokens=20, topk=1
+  )
   matching = [t for t in trajectories if t.num_searches == t.question.hops > 0]
   assert 0.05 < share_right(matching) < 0.9
 
 
 def test_a_turn_longer_than_asked_for_is_cut():
-  script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=0, config=DemonstrationConfig(**FAULTLESS))
+  script = demonstrations.Demonstrator(
+    WORLD, TOKENIZER, seed=0, config=DemonstrationConfig(**FAULTLESS)
+  )
   script.begin(0, ASKED)
   script.submit(Request((0, 0, 0), tuple(TOKENIZER.encode("Question:")), max_new_tokens=2))
   (completion,) = script.poll()
-  assert completion.finish == "length" and len(completion.token_ids) == len(completion.log_probs) == 2
+  assert (
+    completion.finish == "length" and len(completion.token_ids) == len(completion.log_probs) == 2
+  )
   assert script.poll() == []
 
 
 def test_a_request_for_an_unknown_question_is_refused():
   script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=0)
-  with pytest.raises(ValueError, match=r"question 0 of step 3: call begin\(step, questions\) first"):
+  with pytest.raises(
+    ValueError, match=r"question 0 of step 3: call begin\(step, questions\) first"
+  ):
     script.submit(Request((3, 0, 0), (1,), 8))
 
 
-@pytest.mark.parametrize("arguments, sentence", [
+@pytest.mark.parametrize(
+  "arguments, sentence",
+  [
     (dict(mixture=(0.5, 0.6)), "must be shares of at least 0 that sum to 1"),
     (dict(mixture=()), "must be shares"),
     (dict(mixture=(0.5, float("nan"))), "must be shares"),
     (dict(mixture=(0.2,) * 5, max_turns=3), "asks for up to 4 searches, but max_turns is 3"),
     (dict(plan="aloud"), "plan 'aloud' is unknown: choose one of query, think, none"),
     (dict(invalid=1.5), "invalid=1.5 is no share: choose from 0 to 1"),
-    (dict(guess=float("nan")), "guess=nan is no share")])
+    (dict(guess=float("nan")), "guess=nan is no share"),
+  ],
+)
 def test_settings_that_make_no_sense_are_refused_in_a_sentence(arguments, sentence):
   with pytest.raises(ValueError, match=sentence):
     DemonstrationConfig(**arguments)

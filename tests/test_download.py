@@ -1,4 +1,5 @@
-"""Downloads from a server on the loopback that breaks in every way: cut short, changed, without ranges, gone."""
+"""Downloads from a server on the loopback that breaks in every way: cut short, changed, without
+ranges, gone."""
 
 import functools
 import hashlib
@@ -29,7 +30,6 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-
   def log_message(self, *unused):
     pass
 
@@ -45,7 +45,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
       return self.finish_headers(server.hub)
     self.send_response(200)
     self.send_header("Content-Length", str(len(server.data)))
-    self.finish_headers(({"ETag": server.etag} if server.etag else {}) | ({} if server.redirect else server.hub))
+    self.finish_headers(
+      ({"ETag": server.etag} if server.etag else {}) | ({} if server.redirect else server.hub)
+    )
 
   def do_GET(self):
     server = self.server
@@ -68,7 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     body = server.data[start:]
     self.send_header("Content-Length", str(len(body)))
     self.finish_headers({"ETag": server.etag} if server.etag else {})
-    self.wfile.write(body[:server.cuts.pop(0)] if server.cuts else body)
+    self.wfile.write(body[: server.cuts.pop(0)] if server.cuts else body)
 
   def finish_headers(self, more):
     for name, value in more.items():
@@ -87,7 +89,11 @@ def test_a_file_arrives_with_its_hash_and_is_not_fetched_twice(server, tmp_path)
   told = []
   found = fetch(server.url, tmp_path / "a" / "file", progress=lambda *x: told.append(x))
   assert (tmp_path / "a" / "file").read_bytes() == DATA
-  assert found == {"url": server.url, "sha256": hashlib.sha256(DATA).hexdigest(), "bytes": len(DATA)}
+  assert found == {
+    "url": server.url,
+    "sha256": hashlib.sha256(DATA).hexdigest(),
+    "bytes": len(DATA),
+  }
   assert told[-1] == (len(DATA), len(DATA))
   assert fetch(server.url, tmp_path / "a" / "file") == found and len(server.asked) == 1
   assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["file", "file.source.json"]
@@ -102,7 +108,9 @@ def test_a_connection_that_breaks_is_gone_on_with(server, tmp_path):
 
 def test_the_next_call_goes_on_where_the_last_gave_up(server, tmp_path):
   server.cuts = [100_000] * 2
-  with pytest.raises(ConnectionError, match="can't be fetched .the connection ended after 200,000 of 3,072,000 bytes"):
+  with pytest.raises(
+    ConnectionError, match="can't be fetched .the connection ended after 200,000 of 3,072,000 bytes"
+  ):
     fetch(server.url, tmp_path / "file", attempts=2)
   assert not (tmp_path / "file").exists()
   fetch(server.url, tmp_path / "file")
@@ -121,7 +129,10 @@ def test_a_file_that_changed_meanwhile_is_begun_anew(server, tmp_path):
 def test_a_newer_version_replaces_the_file(server, tmp_path):
   fetch(server.url, tmp_path / "file")
   server.data, server.etag = b"new", '"v2"'
-  assert fetch(server.url, tmp_path / "file")["bytes"] == 3 and (tmp_path / "file").read_bytes() == b"new"
+  assert (
+    fetch(server.url, tmp_path / "file")["bytes"] == 3
+    and (tmp_path / "file").read_bytes() == b"new"
+  )
 
 
 @pytest.mark.parametrize("etag", ['W/"weak"', None])
@@ -161,12 +172,23 @@ def git_hash(data):
   return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-@pytest.mark.parametrize("headers, good", [
-    ({"X-Linked-Etag": f'"{hashlib.sha256(DATA).hexdigest()}"', "X-Linked-Size": str(len(DATA)), "X-Repo-Commit": "c"}, True),
+@pytest.mark.parametrize(
+  "headers, good",
+  [
+    (
+      {
+        "X-Linked-Etag": f'"{hashlib.sha256(DATA).hexdigest()}"',
+        "X-Linked-Size": str(len(DATA)),
+        "X-Repo-Commit": "c",
+      },
+      True,
+    ),
     ({"X-Linked-Etag": f'"{"0" * 64}"', "X-Repo-Commit": "c"}, False),
     ({"X-Linked-Etag": f'"{git_hash(DATA)}"', "X-Repo-Commit": "c"}, True),
     ({"X-Linked-Etag": f'"{"1" * 40}"', "X-Repo-Commit": "c"}, False),
-    ({"X-Linked-Size": "17"}, False)])
+    ({"X-Linked-Size": "17"}, False),
+  ],
+)
 def test_the_hubs_hashes_are_held_against_what_came(server, tmp_path, headers, good):
   server.redirect, server.hub = True, headers
   if good:
@@ -178,9 +200,14 @@ def test_the_hubs_hashes_are_held_against_what_came(server, tmp_path, headers, g
 
 
 def test_a_hash_of_the_callers_is_held_against_what_came(server, tmp_path):
-  with pytest.raises(ValueError, match=f"SHA-256 {hashlib.sha256(DATA).hexdigest()} came, but {'0' * 64} was expected"):
+  with pytest.raises(
+    ValueError,
+    match=f"SHA-256 {hashlib.sha256(DATA).hexdigest()} came, but {'0' * 64} was expected",
+  ):
     fetch(server.url, tmp_path / "file", sha256="0" * 64)
-  assert fetch(server.url, tmp_path / "file", sha256=hashlib.sha256(DATA).hexdigest())["bytes"] == len(DATA)
+  assert fetch(server.url, tmp_path / "file", sha256=hashlib.sha256(DATA).hexdigest())[
+    "bytes"
+  ] == len(DATA)
 
 
 def test_an_overloaded_server_is_asked_again_a_missing_file_is_not(server, tmp_path):
@@ -198,7 +225,9 @@ def test_an_overloaded_server_is_asked_again_a_missing_file_is_not(server, tmp_p
 def test_nobody_there_is_one_sentence(server, tmp_path):
   server.shutdown()
   server.server_close()
-  with pytest.raises(ConnectionError, match=r"http://127.0.0.1:\d+/file can't be fetched \(.*[Rr]efused.*\)"):
+  with pytest.raises(
+    ConnectionError, match=r"http://127.0.0.1:\d+/file can't be fetched \(.*[Rr]efused.*\)"
+  ):
     fetch(server.url, tmp_path / "file")
   with pytest.raises(ValueError, match="is no http or https address"):
     fetch("file:///etc/passwd", tmp_path / "file")
@@ -207,10 +236,12 @@ def test_nobody_there_is_one_sentence(server, tmp_path):
 def test_a_redirection_to_a_local_file_is_not_followed(server, tmp_path):
   server.redirect, server.hub = True, {}
   original = Handler.do_HEAD
+
   def to_file(self):
     self.send_response(302)
     self.send_header("Location", "file:///etc/passwd")
     self.end_headers()
+
   Handler.do_HEAD = to_file
   try:
     with pytest.raises(ConnectionError, match="redirects without end or out of http"):

@@ -9,16 +9,31 @@ def records(*questions):
   return [{"id": str(i), "question": question} for i, question in enumerate(questions)]
 
 
-@pytest.mark.parametrize("one, other", [
-    ("Who wrote Hamlet?", "who wrote hamlet"), ("Who  wrote 'Hamlet' ?", "WHO WROTE HAMLET!"),
-    ("Where is Café Ünder?", "where is cafe\u0301 under"), ("ﬁrst １ film", "first 1 film"), ("straße", "STRASSE"),
-    ("東京はどこ？", "東京はどこ")])
+@pytest.mark.parametrize(
+  "one, other",
+  [
+    ("Who wrote Hamlet?", "who wrote hamlet"),
+    ("Who  wrote 'Hamlet' ?", "WHO WROTE HAMLET!"),
+    ("Where is Café Ünder?", "where is cafe\u0301 under"),
+    ("ﬁrst １ film", "first 1 film"),
+    ("straße", "STRASSE"),
+    ("東京はどこ？", "東京はどこ"),
+  ],
+)
 def test_case_punctuation_and_accents_make_no_other_question(one, other):
   assert duplicates.key(one) == duplicates.key(other)
 
 
-@pytest.mark.parametrize("one, other", [
-    ("who wrote hamlet", "who wrote the hamlet"), ("a b", "b a"), ("3.14", "31 4"), ("?", "!"), ("नदी", "नद")])
+@pytest.mark.parametrize(
+  "one, other",
+  [
+    ("who wrote hamlet", "who wrote the hamlet"),
+    ("a b", "b a"),
+    ("3.14", "31 4"),
+    ("?", "!"),
+    ("नदी", "नद"),
+  ],
+)
 def test_other_words_are_another_question(one, other):
   assert duplicates.key(one) != duplicates.key(other)
 

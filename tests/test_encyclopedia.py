@@ -9,9 +9,9 @@ import string
 import subprocess
 import sys
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import pytest
 
 from stratified.data import common_knowledge, encyclopedia, language, questions, tokenizer
 from stratified.data.encyclopedia import EncyclopediaConfig
@@ -29,8 +29,11 @@ def normalise(text):
 
 
 def many_training_questions(world=WORLD, steps=20, count=50, **kwargs):
-  return [q for step in range(steps)
-          for q in questions.training_questions(world, seed=3, step=step, count=count, **kwargs)]
+  return [
+    q
+    for step in range(steps)
+    for q in questions.training_questions(world, seed=3, step=step, count=count, **kwargs)
+  ]
 
 
 # ------------------------------------------------------------------ the world
@@ -44,13 +47,23 @@ def test_the_same_seed_gives_the_same_world_and_another_seed_another():
 
 def test_another_process_builds_the_same_world_questions_and_tokenizer():
   program = (
-      "import hashlib; from stratified.data import encyclopedia as e, questions as q, tokenizer as t\n"
-      "w = e.make(e.EncyclopediaConfig(entities=100), 0)\n"
-      "a = q.training_questions(w, seed=0, step=1, count=9) + q.held_out_questions(w, seed=0, count=9)\n"
-      "print(hashlib.sha256(repr((w.passages, a, t.build().backend.to_str())).encode()).hexdigest())")
+    "import hashlib; from stratified.data import encyclopedia as e, questions as q, tokenizer as "
+    "t\n"
+    "w = e.make(e.EncyclopediaConfig(entities=100), 0)\n"
+    "a = q.training_questions(w, seed=0, step=1, count=9) + q.held_out_questions(w, seed=0, "
+    "count=9)\n"
+    "print(hashlib.sha256(repr((w.passages, a, t.build().backend.to_str())).encode()).hexdigest())"
+  )
   digests = {
-      subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed},
-                     capture_output=True, text=True, check=True).stdout for seed in ("1", "2")}
+    subprocess.run(
+      [sys.executable, "-c", program],
+      env={**os.environ, "PYTHONHASHSEED": seed},
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout
+    for seed in ("1", "2")
+  }
   world = encyclopedia.make(EncyclopediaConfig(entities=100), 0)
   asked = questions.training_questions(world, seed=0, step=1, count=9)
   asked += questions.held_out_questions(world, seed=0, count=9)
@@ -83,7 +96,7 @@ def test_near_duplicates_reuse_one_word_each_and_nothing_else_does(share):
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_distractors_bear_a_name_without_being_its_page(share):
   world = encyclopedia.make(EncyclopediaConfig(entities=500, distractors=share), 2)
-  pages, extra = world.passages[:len(world.entities)], world.passages[len(world.entities):]
+  pages, extra = world.passages[: len(world.entities)], world.passages[len(world.entities) :]
   assert [p.title for p in pages] == [e.name for e in world.entities]
   assert len(extra) == round(share * len(world.entities))
   for page in extra:
@@ -96,7 +109,9 @@ def test_every_fact_leads_to_another_entity_of_the_right_kind():
   for entity in WORLD.entities:
     relations = language.RELATIONS_OF[entity.kind]
     assert list(sorted(entity.facts)) == sorted(r.name for r in relations) and len(relations) >= 3
-    assert entity.name not in entity.facts.values() and len(set(entity.facts.values())) == len(relations)
+    assert entity.name not in entity.facts.values() and len(set(entity.facts.values())) == len(
+      relations
+    )
     assert all(WORLD.by_name[entity.facts[r.name]].kind == r.target for r in relations)
 
 
@@ -113,13 +128,17 @@ def test_a_page_states_each_fact_of_its_entity_in_one_sentence_of_its_own():
     assert len(sentences) == len(entity.facts) and page.text.startswith(entity.name)
     assert all(len(sentence.split()) <= 11 for sentence in sentences)
     for value in entity.facts.values():
-      assert sum(re.search(rf"{value}(?! [A-Z])", sentence) is not None for sentence in sentences) >= 1
+      assert (
+        sum(re.search(rf"{value}(?! [A-Z])", sentence) is not None for sentence in sentences) >= 1
+      )
 
 
 def test_the_prose_can_be_read_back_and_a_cut_sentence_is_passed_over():
-  assert all(encyclopedia.facts_in(p.text) == e.facts for e, p in zip(WORLD.entities, WORLD.passages))
+  assert all(
+    encyclopedia.facts_in(p.text) == e.facts for e, p in zip(WORLD.entities, WORLD.passages)
+  )
   page = WORLD.passages[0].text
-  cut = page[:page.rindex(" ")]
+  cut = page[: page.rindex(" ")]
   assert len(encyclopedia.facts_in(cut)) == len(encyclopedia.facts_in(page)) - 1
 
 
@@ -128,8 +147,10 @@ def test_every_paraphrase_is_used_and_the_setting_limits_them():
     world = encyclopedia.make(EncyclopediaConfig(entities=600, paraphrases=paraphrases), 0)
     prose = " ".join(p.text for p in world.passages)
     for relation in language.RELATIONS.values():
-      used = [re.search(template.split("{v}")[0].replace("{s}", "") + "[A-Z]", prose) is not None
-              for template in relation.sentences]
+      used = [
+        re.search(template.split("{v}")[0].replace("{s}", "") + "[A-Z]", prose) is not None
+        for template in relation.sentences
+      ]
       assert used == [i < paraphrases for i in range(3)]
 
 
@@ -139,17 +160,30 @@ def test_no_two_relations_share_a_sentence_or_a_noun():
   assert len(set(nouns)) == len(nouns) and len(set(sentences)) == len(sentences)
 
 
-@pytest.mark.parametrize("setting, value", [
-    ("entities", 10), ("entities", 100_000), ("near_duplicates", 0.7), ("distractors", -0.1),
-    ("paraphrases", 0), ("common_facts", 65), ("held_out", 0.0), ("held_out", float("nan"))])
+@pytest.mark.parametrize(
+  "setting, value",
+  [
+    ("entities", 10),
+    ("entities", 100_000),
+    ("near_duplicates", 0.7),
+    ("distractors", -0.1),
+    ("paraphrases", 0),
+    ("common_facts", 65),
+    ("held_out", 0.0),
+    ("held_out", float("nan")),
+  ],
+)
 def test_a_setting_out_of_range_is_refused_in_a_sentence(setting, value):
   with pytest.raises(ValueError, match=rf"{setting}={value} is out of range: choose from .* to "):
     EncyclopediaConfig(**{setting: value})
 
 
 def test_extreme_worlds_can_be_made():
-  for config in (EncyclopediaConfig(entities=40, near_duplicates=0.5), EncyclopediaConfig(entities=3400),
-                 EncyclopediaConfig(entities=3400, near_duplicates=0.0, distractors=1.0)):
+  for config in (
+    EncyclopediaConfig(entities=40, near_duplicates=0.5),
+    EncyclopediaConfig(entities=3400),
+    EncyclopediaConfig(entities=3400, near_duplicates=0.0, distractors=1.0),
+  ):
     world = encyclopedia.make(config, 0)
     assert abs(len(world.entities) - config.entities) <= 2
   with pytest.raises(ValueError, match=r"random key \(-1, 0\) has a negative part"):
@@ -180,9 +214,12 @@ def test_the_answer_is_what_walking_the_pages_gives():
     for relation in chain.relations:
       sentences = re.findall(r"[^.]+\.", page_of[at].text)
       said = [t.split("{v}") for t in language.RELATIONS[relation].sentences]
-      values = [s.split(start.replace("{s}", ""), 1)[1].strip().removesuffix(end)
-                for s in sentences for start, end in said
-                if start.replace("{s}", "") in s and s.endswith(end)]
+      values = [
+        s.split(start.replace("{s}", ""), 1)[1].strip().removesuffix(end)
+        for s in sentences
+        for start, end in said
+        if start.replace("{s}", "") in s and s.endswith(end)
+      ]
       assert len(set(values)) == 1
       at = values[0]
     assert (at,) == question.golden_answers and len(chain.relations) == question.hops
@@ -191,7 +228,9 @@ def test_the_answer_is_what_walking_the_pages_gives():
 def test_the_path_can_be_read_off_the_text_alone():
   relation_of = {noun: r.name for r in language.RELATIONS.values() for noun in r.nouns}
   name = r"([A-Z]\w+(?: [A-Z]\w+)*)"
-  direct = {r.name: re.escape(r.direct).replace(r"\{s\}", name) for r in language.RELATIONS.values()}
+  direct = {
+    r.name: re.escape(r.direct).replace(r"\{s\}", name) for r in language.RELATIONS.values()
+  }
   seen_direct = 0
   for question in many_training_questions():
     if question.hops == 0:
@@ -203,7 +242,9 @@ def test_the_path_can_be_read_off_the_text_alone():
       assert re.search(f"of {name}[?.]$", question.text).group(1) == chain.entities[0]
     else:
       seen_direct += 1
-      matches = {relation: re.fullmatch(pattern, question.text) for relation, pattern in direct.items()}
+      matches = {
+        relation: re.fullmatch(pattern, question.text) for relation, pattern in direct.items()
+      }
       found = [(relation, match.group(1)) for relation, match in matches.items() if match]
       assert found == [(chain.relations[0], chain.entities[0])] and question.hops == 1
   assert seen_direct > 20
@@ -247,7 +288,9 @@ def test_no_page_holds_common_knowledge():
   assert not any(re.search(rf"\b{fact.subject}\b", prose) for fact in common_knowledge.FACTS)
 
 
-@pytest.mark.parametrize("shares", [(0.2, 0.3, 0.3, 0.2), (0.0, 0.5, 0.0, 0.5), (1.0, 0.0, 0.0, 0.0)])
+@pytest.mark.parametrize(
+  "shares", [(0.2, 0.3, 0.3, 0.2), (0.0, 0.5, 0.0, 0.5), (1.0, 0.0, 0.0, 0.0)]
+)
 def test_hops_come_in_the_shares_asked_for(shares):
   for count in (7, 40):
     total = collections.Counter()
@@ -259,24 +302,32 @@ def test_hops_come_in_the_shares_asked_for(shares):
     assert all(abs(total[h] / (40 * count) - shares[h]) < 0.02 for h in range(4))
 
 
-@pytest.mark.parametrize("arguments, sentence", [
+@pytest.mark.parametrize(
+  "arguments, sentence",
+  [
     (dict(count=0), "question count 0 is too small"),
     (dict(count=8, hop_shares=(0.5, 0.5)), "must be four shares"),
     (dict(count=8, hop_shares=(0.5, 0.6, -0.1, 0.0)), "must be four shares"),
     (dict(count=8, hop_shares=(0.5, 0.5, 0.5, 0.5)), "sum to 1"),
     (dict(count=8, hop_shares=(float("nan"), 0.5, 0.5, 0.0)), "sum to 1"),
     (dict(count=8, seed=-2), "negative part"),
-    (dict(count=8, step=-1), "step -1 is negative")])
+    (dict(count=8, step=-1), "step -1 is negative"),
+  ],
+)
 def test_questions_that_cannot_be_asked_are_refused(arguments, sentence):
   with pytest.raises(ValueError, match=sentence):
     questions.training_questions(WORLD, **{"seed": 0, "step": 0, **arguments})
 
 
 def test_more_held_out_questions_than_exist_are_refused():
-  with pytest.raises(ValueError, match="need more than the 96 held-out questions of common knowledge"):
+  with pytest.raises(
+    ValueError, match="need more than the 96 held-out questions of common knowledge"
+  ):
     questions.held_out_questions(WORLD, seed=0, count=500, hop_shares=(1.0, 0.0, 0.0, 0.0))
   small = encyclopedia.make(EncyclopediaConfig(entities=40, common_facts=1, held_out=0.01), 0)
-  with pytest.raises(ValueError, match="no further held-out question of 1 hops exists among 40 entities"):
+  with pytest.raises(
+    ValueError, match="no further held-out question of 1 hops exists among 40 entities"
+  ):
     questions.held_out_questions(small, seed=0, count=50, hop_shares=(0.0, 1.0, 0.0, 0.0))
 
 
@@ -297,9 +348,33 @@ def test_any_text_comes_back_as_it_was(text):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(
-    ["<search>", "</search>", "<|endoftext|>", "\n", " ", "Doc 1(Title:", "Doc 9(Title: ", " Marvel", "é",
-     "漢", "😀", "<", "/", "No passages found.", "Question:", "\u0120", "\x00", "1"]), max_size=8).map("".join))
+@given(
+  st.lists(
+    st.sampled_from(
+      [
+        "<search>",
+        "</search>",
+        "<|endoftext|>",
+        "\n",
+        " ",
+        "Doc 1(Title:",
+        "Doc 9(Title: ",
+        " Marvel",
+        "é",
+        "漢",
+        "😀",
+        "<",
+        "/",
+        "No passages found.",
+        "Question:",
+        "\u0120",
+        "\x00",
+        "1",
+      ]
+    ),
+    max_size=8,
+  ).map("".join)
+)
 def test_text_made_of_awkward_pieces_comes_back_as_it_was(text):
   token_ids = TOKENIZER.encode(text)
   assert TOKENIZER.decode(token_ids) == text and TOKENIZER.eos_id not in token_ids
@@ -316,9 +391,14 @@ def test_a_name_is_the_same_tokens_wherever_it_stands():
   for name in ("Marvel Dortim", "Kelvin", *list(WORLD.by_name)[::50]):
     token_ids = TOKENIZER.encode(" " + name)
     assert len(token_ids) == 2 * len(name.split())
-    for text in (f"<search> {name}</search>", f"Who is the mayor of {name}?",
-                 f"Doc 1(Title: {name}) {name} is", f"It is led by {name}.", f"<answer> {name}</answer>",
-                 f"<search> {name} mayor</search>"):
+    for text in (
+      f"<search> {name}</search>",
+      f"Who is the mayor of {name}?",
+      f"Doc 1(Title: {name}) {name} is",
+      f"It is led by {name}.",
+      f"<answer> {name}</answer>",
+      f"<search> {name} mayor</search>",
+    ):
       assert ",".join(map(str, token_ids)) in ",".join(map(str, TOKENIZER.encode(text))), text
 
 
@@ -350,5 +430,7 @@ def test_a_missing_tokenizer_or_end_token_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="no tokenizer at .*nowhere.json"):
     tokenizer.Tokenizer.from_file(tmp_path / "nowhere.json")
   TOKENIZER.save(tmp_path / "tokenizer.json")
-  with pytest.raises(ValueError, match="no end-of-text token among <eos>: pass the right one as eos"):
+  with pytest.raises(
+    ValueError, match="no end-of-text token among <eos>: pass the right one as eos"
+  ):
     tokenizer.Tokenizer.from_file(tmp_path / "tokenizer.json", eos="<eos>")

@@ -1,4 +1,5 @@
-"""The study of the estimators: its bandits obey the theory, its page holds what its command makes."""
+"""The study of the estimators: its bandits obey the theory, its page holds what its command
+makes."""
 
 import pathlib
 import re
@@ -8,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import bandits
-from experiments import estimators_study as study
-from stratified import theory
+from experiments.studies import bandits
+from experiments.studies import estimators_study as study
+from stratified.advantages import theory
 
 PAGE = pathlib.Path(study.__file__).parent / "ESTIMATORS.md"
 STEPS = 40
@@ -65,8 +66,11 @@ def test_a_drawn_strategy_is_never_moved(trained):
 
 def test_blend_pushes_the_choice_by_one_minus_alpha_of_gn():
   setting = bandits.Setting(bandits.learnt(), False, False)
-  pushes = {name: np.asarray(bandits.first_push(one, setting, jax.random.key(1), 500)[0])
-            for name, one in bandits.estimators(STEPS).items() if name in ("gn", "san", "blend 0.6")}
+  pushes = {
+    name: np.asarray(bandits.first_push(one, setting, jax.random.key(1), 500)[0])
+    for name, one in bandits.estimators(STEPS).items()
+    if name in ("gn", "san", "blend 0.6")
+  }
   np.testing.assert_allclose(pushes["san"], 0, atol=1e-6)
   assert np.abs(pushes["gn"]).mean() > 0.01
   np.testing.assert_allclose(pushes["blend 0.6"], 0.4 * pushes["gn"], atol=1e-6)
@@ -86,23 +90,35 @@ def test_with_shared_parameters_san_keeps_the_mean_logit_of_a_stratum_and_gn_doe
 
 def test_simulations_agree_with_the_closed_forms():
   for p_s, q_s in study.SHARES.values():
-    exact = [*(theory.expected_zero_share(name, p_s, q_s, 8) for name in ("san", "gn")),
-             theory.expected_singleton_share(p_s, 8)]
+    exact = [
+      *(theory.expected_zero_share(name, p_s, q_s, 8) for name in ("san", "gn")),
+      theory.expected_singleton_share(p_s, 8),
+    ]
     for seen, expected in zip(study.simulated_shares(p_s, q_s, 4000), exact):
       assert abs(seen.mean() - expected) < 5 * seen.std() / np.sqrt(seen.size)
   for name, q in study.ATTENUATED:
     seen = np.asarray(study.simulated_attenuation(name, 0.2, q or 0.3, jax.random.key(0), 4000))
-    assert abs(seen.mean() - theory.attenuation(name, 0.2, 8, q)) < 5 * seen.std() / np.sqrt(seen.size)
+    assert abs(seen.mean() - theory.attenuation(name, 0.2, 8, q)) < 5 * seen.std() / np.sqrt(
+      seen.size
+    )
 
 
 def test_tables_have_a_row_for_each_estimator_and_figures_are_xml(trained):
-  tables = [study.reward_table(trained, "better", 0.2), study.inside_table(trained),
-            study.speed_table(trained), study.start_table(trained), study.luck_table(trained)]
+  tables = [
+    study.reward_table(trained, "better", 0.2),
+    study.inside_table(trained),
+    study.speed_table(trained),
+    study.start_table(trained),
+    study.luck_table(trained),
+  ]
   for table in tables:
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(trained)
     assert len({line.count("|") for line in table.splitlines()}) == 1 and "nan" not in table
-  for figure in (study.reward_figure(trained, "better", 0.2), study.mechanism_figure(trained),
-                 study.attenuation_figure()):
+  for figure in (
+    study.reward_figure(trained, "better", 0.2),
+    study.mechanism_figure(trained),
+    study.attenuation_figure(),
+  ):
     assert xml.etree.ElementTree.fromstring(figure).tag.endswith("svg")
 
 

@@ -1,4 +1,5 @@
-"""experiments/evaluate.py: sets, resuming, comparing, and what it refuses; with a scripted policy, and once for real."""
+"""experiments/evaluate.py: sets, resuming, comparing, and what it refuses; with a scripted policy,
+and once for real."""
 
 import dataclasses
 import json
@@ -11,23 +12,33 @@ import time
 import types
 
 import pytest
-
-from configs import baselines, search_r1
-from experiments import check, evaluation, worlds
-from stratified import answers, rewards
-from stratified.retrieval.corpus import Passage
-from stratified.rollout import tags
-from stratified.rollout.limits import Limits
-from stratified.types import Question
 from test_loop import Completion, Tokenizer
 
+from configs import baselines, search_r1
+from stratified import rewards
+from stratified.agents import tags
+from stratified.agents.limits import Limits
+from stratified.evaluation import answers, runner
+from stratified.retrieval.corpus import Passage
+from stratified.runs import check
+from stratified.tasks import worlds
+from stratified.types import Question
+
 ROOT = pathlib.Path(__file__).parents[1]
-LIMITS = Limits(max_turns=2, max_turn_tokens=60, max_observation_tokens=100, max_tokens=400, topk=1, answer_tokens=20)
+LIMITS = Limits(
+  max_turns=2,
+  max_turn_tokens=60,
+  max_observation_tokens=100,
+  max_tokens=400,
+  topk=1,
+  answer_tokens=20,
+)
 GO_ON = types.SimpleNamespace(asked=False)
 
 
 class Policy:
-  """Searches, then answers with the number of its question's key and its sample; one generation a poll."""
+  """Searches, then answers with the number of its question's key and its sample; one generation a
+  poll."""
 
   def __init__(self, stop_after=None, stop=None):
     self.waiting, self.keys, self.stop_after, self.stop = [], set(), stop_after, stop
@@ -39,7 +50,11 @@ class Policy:
   def poll(self):
     request = self.waiting.pop(0)
     text = Tokenizer().decode(request.token_ids)
-    said = f"<answer> {request.key[1]}.{request.key[2]} </answer>" if "</information>" in text else "<search> x </search>"
+    said = (
+      f"<answer> {request.key[1]}.{request.key[2]} </answer>"
+      if "</information>" in text
+      else "<search> x </search>"
+    )
     if self.stop_after is not None and "answer" in said:
       self.stop_after -= 1
       self.stop.asked = self.stop_after < 0
@@ -47,43 +62,63 @@ class Policy:
 
 
 class Search:
-
   def search(self, queries, topk):
     return [[Passage("1", "T", "text")] for _ in queries]
 
 
 def questions(count, name="nq"):
-  return [Question(f"{name}_{i}", f"What is {i}?", (f"{i}.0",), name, hops=1 + i % 2) for i in range(count)]
+  return [
+    Question(f"{name}_{i}", f"What is {i}?", (f"{i}.0",), name, hops=1 + i % 2)
+    for i in range(count)
+  ]
 
 
 WORLD = types.SimpleNamespace(tokenizer=Tokenizer(), protocol=tags.short())
 
 
 def run(kept, asked, policy, *, samples=1, stop=GO_ON, name="nq"):
-  return evaluation.run(kept, name, asked, world=WORLD, retriever=Search(), sampler=policy, limits=LIMITS, samples=samples,
-                        stop=stop)
+  return runner.run(
+    kept,
+    name,
+    asked,
+    world=WORLD,
+    retriever=Search(),
+    sampler=policy,
+    limits=LIMITS,
+    samples=samples,
+    stop=stop,
+  )
 
 
 def test_a_stopped_evaluation_goes_on_and_ends_as_an_uninterrupted_one(tmp_path):
   whole = run(answers.Answers(tmp_path / "whole", {}), questions(9), Policy(), samples=2)
-  assert [[row["answer"] for row in group] for group in whole] == [[f"{i}.0", f"{i}.1"] for i in range(9)]
+  assert [[row["answer"] for row in group] for group in whole] == [
+    [f"{i}.0", f"{i}.1"] for i in range(9)
+  ]
   stop = types.SimpleNamespace(asked=False)
-  with pytest.raises(evaluation.Stopped):
+  with pytest.raises(runner.Stopped):
     run(answers.Answers(tmp_path / "b", {}), questions(9), Policy(7, stop), samples=2, stop=stop)
   first = len(answers.read(tmp_path / "b" / "nq.jsonl"))
   assert 0 < first < 18
   policy = Policy()
   assert run(answers.Answers(tmp_path / "b", {}), questions(9), policy, samples=2) == whole
   asked_again = {key[1] for key in policy.keys}
-  assert asked_again and min(asked_again) >= first // 2 - 1  # questions that were whole are not asked again
-  assert run(answers.Answers(tmp_path / "b", {}), questions(9), (idle := Policy()), samples=2) == whole and not idle.keys
+  assert (
+    asked_again and min(asked_again) >= first // 2 - 1
+  )  # questions that were whole are not asked again
+  assert (
+    run(answers.Answers(tmp_path / "b", {}), questions(9), (idle := Policy()), samples=2) == whole
+    and not idle.keys
+  )
 
 
 def test_more_questions_go_on_from_fewer(tmp_path):
   kept = answers.Answers(tmp_path, {})
   few = run(kept, questions(4), Policy())
   policy = Policy()
-  assert run(kept, questions(9), policy)[:4] == few and {key[1] for key in policy.keys} == set(range(4, 9))
+  assert run(kept, questions(9), policy)[:4] == few and {key[1] for key in policy.keys} == set(
+    range(4, 9)
+  )
 
 
 def test_each_set_has_random_keys_of_its_own_whichever_run_beside_it(tmp_path):
@@ -93,23 +128,36 @@ def test_each_set_has_random_keys_of_its_own_whichever_run_beside_it(tmp_path):
       policy = Policy()
       run(answers.Answers(tmp_path / "-".join(order), {}), questions(3, name), policy, name=name)
       assert keys.setdefault(name, policy.keys) == policy.keys
-  assert not keys["nq"] & keys["popqa"] and all(2**30 <= step < 2**31 for step, _, _ in keys["nq"] | keys["popqa"])
+  assert not keys["nq"] & keys["popqa"] and all(
+    2**30 <= step < 2**31 for step, _, _ in keys["nq"] | keys["popqa"]
+  )
 
 
 def test_an_answer_to_another_question_of_the_same_id_is_refused(tmp_path):
   kept = answers.Answers(tmp_path, {})
   run(kept, questions(2), Policy())
   changed = [dataclasses.replace(questions(1)[0], text="What was 0?"), *questions(2)[1:]]
-  with pytest.raises(ValueError, match="nq.jsonl answers another question 'nq_0' than the data hold now; name another"):
+  with pytest.raises(
+    ValueError,
+    match="nq.jsonl answers another question 'nq_0' than the data hold now; name another",
+  ):
     run(kept, changed, Policy())
 
 
 def test_a_row_has_scores_intervals_and_an_average(tmp_path):
   groups = run(answers.Answers(tmp_path, {}), questions(10), Policy(), samples=2)
-  row = evaluation.row("x", {"nq": groups, "popqa": groups[:4]})
+  row = runner.row("x", {"nq": groups, "popqa": groups[:4]})
   nq = row["sets"]["nq"]
-  assert nq["exact_match"] == 0.5 and nq["exact_match_any"] == 1.0 and nq["count"] == 20 and nq["searches_mean"] == 1.0
-  assert nq["exact_match_interval"] == [0.5, 0.5] and row["average"]["exact_match_interval"] == [0.5, 0.5]
+  assert (
+    nq["exact_match"] == 0.5
+    and nq["exact_match_any"] == 1.0
+    and nq["count"] == 20
+    and nq["searches_mean"] == 1.0
+  )
+  assert nq["exact_match_interval"] == [0.5, 0.5] and row["average"]["exact_match_interval"] == [
+    0.5,
+    0.5,
+  ]
   assert set(nq["by_hops"]) == {"1", "2"} and json.dumps(row)
 
 
@@ -117,82 +165,125 @@ def test_paired_runs_over_the_questions_that_both_answered(tmp_path):
   ours = run(answers.Answers(tmp_path / "a", {}), questions(6), Policy())
   theirs = [dict(row[0], exact_match=0.0) for row in ours[2:]]
   theirs[-1]["fault"] = "lost"
-  found = evaluation.paired({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}, "popqa": {}})
-  assert found["nq"]["count"] == 3 and found["nq"]["difference"] == 1.0 and found["nq"]["only_a"] == 3
+  found = runner.paired({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}, "popqa": {}})
+  assert (
+    found["nq"]["count"] == 3 and found["nq"]["difference"] == 1.0 and found["nq"]["only_a"] == 3
+  )
   assert "average" not in found
   with pytest.raises(ValueError, match="no answered question in common"):
-    evaluation.paired({"nq": ours}, {"popqa": {}})
+    runner.paired({"nq": ours}, {"popqa": {}})
   asked = {"nq": (questions(2), None)}
-  evaluation.check_shared(asked, {"other": {"nq": {("nq_1", 0): {}}}})
+  runner.check_shared(asked, {"other": {"nq": {("nq_1", 0): {}}}})
   with pytest.raises(ValueError, match="--compare=other holds no answer to any of these questions"):
-    evaluation.check_shared(asked, {"other": {"nq": {("nq_7", 0): {}}, "popqa": {("nq_1", 0): {}}}})
+    runner.check_shared(asked, {"other": {"nq": {("nq_7", 0): {}}, "popqa": {("nq_1", 0): {}}}})
   theirs[0]["question"] = "Else?"
   with pytest.raises(ValueError, match="question 'nq_2' of nq is not the same in both"):
-    evaluation.paired({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}})
+    runner.paired({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}})
 
 
-# ---------------------------------------------------------------- what is asked, and what the answers depend on
+# ---------------------------------------------------------------- what is asked, and what the
+# answers depend on
 
 
 def files_config(folder, **changes):
   (folder / "questions").mkdir()
   for name in ("popqa", "nq", "zoo"):
-    lines = [{"id": f"{i}", "question": f"{name} {i}?", "golden_answers": ["x"], "data_source": name, "split": split}
-             for i in range(8) for split in ["dev" if i < 5 else "train"]]
-    (folder / "questions" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+      {
+        "id": f"{i}",
+        "question": f"{name} {i}?",
+        "golden_answers": ["x"],
+        "data_source": name,
+        "split": split,
+      }
+      for i in range(8)
+      for split in ["dev" if i < 5 else "train"]
+    ]
+    (folder / "questions" / f"{name}.jsonl").write_text(
+      "".join(json.dumps(line) + "\n" for line in lines)
+    )
   config = search_r1.get_config("smollm2")
-  config.update_from_flattened_dict({"data.questions": str(folder / "questions"), "policy.checkpoint": ""} | changes)
+  config.update_from_flattened_dict(
+    {"data.questions": str(folder / "questions"), "policy.checkpoint": ""} | changes
+  )
   return config
 
 
 def test_sets_by_name_in_the_papers_order_and_a_count_that_only_cuts(tmp_path):
   config = files_config(tmp_path)
   world = types.SimpleNamespace(retriever="r", held_out=lambda count: {"held_out": ([], "r")})
-  found = evaluation.question_sets(config, world, ["all"], None)
-  assert list(found) == ["nq", "popqa", "zoo"] and all(len(asked) == 5 for asked, _ in found.values())
-  few = evaluation.question_sets(config, world, ["popqa"], 3)
+  found = runner.question_sets(config, world, ["all"], None)
+  assert list(found) == ["nq", "popqa", "zoo"] and all(
+    len(asked) == 5 for asked, _ in found.values()
+  )
+  few = runner.question_sets(config, world, ["popqa"], 3)
   assert list(few) == ["popqa"] and few["popqa"][0] == found["popqa"][0][:3]
-  assert evaluation.question_sets(config, world, None, 3) == {"held_out": ([], "r")}
-  with pytest.raises(ValueError, match="--sets names musique, but there are questions of nq, popqa, zoo only"):
-    evaluation.question_sets(config, world, ["nq", "musique"], 3)
+  assert runner.question_sets(config, world, None, 3) == {"held_out": ([], "r")}
+  with pytest.raises(
+    ValueError, match="--sets names musique, but there are questions of nq, popqa, zoo only"
+  ):
+    runner.question_sets(config, world, ["nq", "musique"], 3)
 
 
 def test_the_folder_of_benchmarks_replaces_the_training_questions(tmp_path):
-  config = evaluation.for_evaluation(files_config(tmp_path, **{"data.evaluation": str(tmp_path / "questions"),
-                                                               "data.questions": str(tmp_path / "absent")}))
-  assert len(worlds.evaluation_questions(config)) == 24  # all splits: the folder holds what is to be evaluated on
+  config = runner.for_evaluation(
+    files_config(
+      tmp_path,
+      **{
+        "data.evaluation": str(tmp_path / "questions"),
+        "data.questions": str(tmp_path / "absent"),
+      },
+    )
+  )
+  assert (
+    len(worlds.evaluation_questions(config)) == 24
+  )  # all splits: the folder holds what is to be evaluated on
   assert config.data.questions == str(tmp_path / "questions")
 
 
 def test_all_questions_of_a_world_without_end_are_refused():
-  with pytest.raises(ValueError, match="--questions=-1 is all questions, but the encyclopedia's are made without end"):
-    evaluation.question_sets(search_r1.get_config("tiny"), None, None, None)
+  with pytest.raises(
+    ValueError, match="--questions=-1 is all questions, but the encyclopedia's are made without end"
+  ):
+    runner.question_sets(search_r1.get_config("tiny"), None, None, None)
 
 
 def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
   config = search_r1.get_config("tiny")
-  base = evaluation.settings(config, step=3, samples=1, temperature=0.0, forced=None)
+  base = runner.settings(config, step=3, samples=1, temperature=0.0, forced=None)
   changed = lambda **more: _differing(base, config, more)
-  assert changed(**{"mesh.data": 2}, **{"loss.clip_ratio": 9.0}, **{"sampler.lanes": 3}, **{"rollout.temperature": 0.3}) == []
+  assert (
+    changed(
+      **{"mesh.data": 2},
+      **{"loss.clip_ratio": 9.0},
+      **{"sampler.lanes": 3},
+      **{"rollout.temperature": 0.3},
+    )
+    == []
+  )
   assert changed(**{"rollout.max_turns": 1}) == ["rollout.max_turns"]
   assert changed(**{"data.entities": 5, "policy.width": 8}) == ["data.entities", "policy.width"]
-  hot = evaluation.settings(config, step=3, samples=4, temperature=0.5, forced=None)
-  assert {key for key in hot if base.get(key) != hot[key]} == {"samples", "temperature", "rollout.top_p"}
+  hot = runner.settings(config, step=3, samples=4, temperature=0.5, forced=None)
+  assert {key for key in hot if base.get(key) != hot[key]} == {
+    "samples",
+    "temperature",
+    "rollout.top_p",
+  }
 
 
 def _differing(base, config, changes):
   copy = config.copy_and_resolve_references()
   copy.update_from_flattened_dict(changes)
-  other = evaluation.settings(copy, step=3, samples=1, temperature=0.0, forced=None)
+  other = runner.settings(copy, step=3, samples=1, temperature=0.0, forced=None)
   return sorted(key for key in base.keys() | other if base.get(key) != other.get(key))
 
 
 def test_a_fingerprint_tells_other_weights_of_the_same_name(tmp_path):
   path = tmp_path / "model.safetensors"
   path.write_bytes(b"x" * 5000)
-  first = evaluation.fingerprint([path])
+  first = runner.fingerprint([path])
   path.write_bytes(b"x" * 4999 + b"y")
-  assert evaluation.fingerprint([path]) != first
+  assert runner.fingerprint([path]) != first
 
 
 # ---------------------------------------------------------------- the methods as presets
@@ -202,7 +293,10 @@ def test_a_fingerprint_tells_other_weights_of_the_same_name(tmp_path):
 def test_a_method_is_a_preset_with_another_protocol(name):
   small, large = baselines.get_config(name), baselines.get_config(f"{name}:instruct")
   assert small.rollout.protocol == f"{name}_few_shot" and large.rollout.protocol == name
-  assert small.policy.checkpoint == search_r1.get_config("smollm2").policy.checkpoint and large.rollout.chat_template
+  assert (
+    small.policy.checkpoint == search_r1.get_config("smollm2").policy.checkpoint
+    and large.rollout.chat_template
+  )
   for config in (small, large):
     protocol = worlds.TAGS[config.rollout.protocol](render=None)
     assert protocol.searches[0] <= config.rollout.max_turns
@@ -213,10 +307,20 @@ def test_every_protocol_takes_a_chat_template():
     assert "<user>" in make(render=lambda message: f"<user>{message}").prompt("Who?"), name
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"rollout.protocol": "rag"}, "rollout.protocol='rag' must be 'short' with warm_start.num_steps=2400"),
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (
+      {"rollout.protocol": "rag"},
+      "rollout.protocol='rag' must be 'short' with warm_start.num_steps=2400",
+    ),
     ({"rollout.chat_template": True}, "rollout.chat_template=True needs policy.checkpoint"),
-    ({"rollout.protocol": "rags"}, "rollout.protocol='rags' is unknown; choose one of cot, cot_few_shot, direct")])
+    (
+      {"rollout.protocol": "rags"},
+      "rollout.protocol='rags' is unknown; choose one of cot, cot_few_shot, direct",
+    ),
+  ],
+)
 def test_what_a_method_cannot_do_is_refused(changes, message):
   config = search_r1.get_config("tiny")
   config.update_from_flattened_dict(changes)
@@ -235,14 +339,33 @@ def test_a_method_needs_a_preset_that_exists():
 # ---------------------------------------------------------------- the command
 
 
-TINY = {"policy.width": 16, "policy.num_layers": 1, "policy.num_heads": 2, "policy.num_kv_heads": 1, "policy.mlp_width": 16,
-        "policy.unroll": 1, "data.entities": 60, "rollout.max_tokens": 128, "packing.row_length": 128, "packing.rows": 2,
-        "sampler.lanes": 4, "sampler.rows": 2, "sampler.block": 2}
+TINY = {
+  "policy.width": 16,
+  "policy.num_layers": 1,
+  "policy.num_heads": 2,
+  "policy.num_kv_heads": 1,
+  "policy.mlp_width": 16,
+  "policy.unroll": 1,
+  "data.entities": 60,
+  "rollout.max_tokens": 128,
+  "packing.row_length": 128,
+  "packing.rows": 2,
+  "sampler.lanes": 4,
+  "sampler.rows": 2,
+  "sampler.block": 2,
+}
 
 
 def command(workdir, *more, **changes):
   flags = [f"--config.{name}={value}" for name, value in (TINY | changes).items()]
-  return [sys.executable, "experiments/evaluate.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}", *flags, *more]
+  return [
+    sys.executable,
+    "experiments/evaluate.py",
+    "--config=configs/search_r1.py:tiny",
+    f"--workdir={workdir}",
+    *flags,
+    *more,
+  ]
 
 
 def call(*arguments, **changes):
@@ -252,8 +375,13 @@ def call(*arguments, **changes):
 def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_path):
   folder = tmp_path / "a" / "evaluation" / "samples"
   more = ["--questions=24", "--samples=2", "--temperature=1.5", "--name=samples"]
-  running = subprocess.Popen(command(tmp_path / "a", *more), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                             env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"})
+  running = subprocess.Popen(
+    command(tmp_path / "a", *more),
+    cwd=ROOT,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+    env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+  )
   try:
     deadline = time.monotonic() + 300
     while not (path := folder / "held_out.jsonl").exists() or path.read_bytes().count(b"\n") < 5:
@@ -273,12 +401,22 @@ def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_pat
     assert (folder / name).exists()
   assert "| exact match x 100 | held_out | second_encyclopedia | average |" in done.stdout
   rows = answers.open_folder(tmp_path / "a")
-  assert {name: len(found) for name, found in rows.items()} == {"held_out": 48, "second_encyclopedia": 48}
+  assert {name: len(found) for name, found in rows.items()} == {
+    "held_out": 48,
+    "second_encyclopedia": 48,
+  }
   assert all(rows["held_out"][key] == row for key, row in before.items())
   for row in rows["held_out"].values():
     assert row["exact_match"] == rewards.exact_match(row["answer"], row["golden_answers"])
-  scores = json.loads((tmp_path / "a" / "evaluation.json").read_text())["samples"]["sets"]["held_out"]
-  assert scores["count"] == 48 and {"exact_match", "f1", "searches_mean", "exact_match_interval"} <= set(scores)
+  scores = json.loads((tmp_path / "a" / "evaluation.json").read_text())["samples"]["sets"][
+    "held_out"
+  ]
+  assert scores["count"] == 48 and {
+    "exact_match",
+    "f1",
+    "searches_mean",
+    "exact_match_interval",
+  } <= set(scores)
 
   # the whole in another folder, without a kill: the same rollouts, and no difference to the first
   again = call(tmp_path / "b", *more, f"--compare={tmp_path / 'a'}")
@@ -289,9 +427,17 @@ def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_pat
   assert found["average"]["difference"] == 0 and found["average"]["count"] == 48
 
   other = call(tmp_path / "b", *more, **{"rollout.topk": 2})
-  assert other.returncode == 1 and "rollout.topk was 1 and is 2" in other.stderr and "--name" in other.stderr
+  assert (
+    other.returncode == 1
+    and "rollout.topk was 1 and is 2" in other.stderr
+    and "--name" in other.stderr
+  )
 
 
 def test_flags_that_cannot_be_are_refused_before_any_work(tmp_path):
   done = call(tmp_path, "--samples=2", "--temperature=0")
-  assert done.returncode == 1 and "would be the same rollout 2 times" in done.stderr and not list(tmp_path.iterdir())
+  assert (
+    done.returncode == 1
+    and "would be the same rollout 2 times" in done.stderr
+    and not list(tmp_path.iterdir())
+  )

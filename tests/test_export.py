@@ -1,8 +1,8 @@
-"""experiments/export.py: transformers and PEFT compute with what it writes what the run computed; nothing else is touched."""
+"""experiments/export.py: transformers and PEFT compute with what it writes what the run computed;
+nothing else is touched."""
 
 import json
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -11,20 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import transformers
-
 import small_models
 from small_models import torch  # skips this file where torch is absent
+import transformers
+
 from configs import search_r1
-from experiments import build, export
-from experiments.weights import Weights
-from stratified import checkpoint
+from experiments import export
 from stratified.data import tokenizer as tokenizers
-from stratified.policy import decoder, hugging_face, lora, tensor_files
+from stratified.learner.weights import Weights
+from stratified.policy import decoder, lora
+from stratified.policy.files import hugging_face
+from stratified.policy.files import safetensors as tensor_files
+from stratified.runs import build, checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
-TINY = {"policy.width": 16, "policy.num_layers": 2, "policy.num_heads": 2, "policy.num_kv_heads": 1,
-        "policy.mlp_width": 24, "warm_start.num_steps": 0}
+TINY = {
+  "policy.width": 16,
+  "policy.num_layers": 2,
+  "policy.num_heads": 2,
+  "policy.num_kv_heads": 1,
+  "policy.mlp_width": 24,
+  "warm_start.num_steps": 0,
+}
 LORA = {"lora.rank": 4, "lora.alpha": 6.0, "optimizer.name": "adamw"}
 TOKENS = np.arange(40) * 7 % 97
 
@@ -42,15 +50,21 @@ def weights_of(config):
 def moved(tree, scale=0.2):
   """What training might have made of parameters: each a little elsewhere."""
   rng = np.random.default_rng(1)
-  return {name: jax.device_put(np.asarray(x) + np.float32(scale) * rng.standard_normal(x.shape, np.float32), x.sharding)
-          for name, x in sorted(tree.items())}
+  return {
+    name: jax.device_put(
+      np.asarray(x) + np.float32(scale) * rng.standard_normal(x.shape, np.float32), x.sharding
+    )
+    for name, x in sorted(tree.items())
+  }
 
 
 def run(workdir, config, steps=(2, 5)):
   """A workdir with checkpoints as train.py writes them; the state of the last step."""
   checkpoint.check_config(workdir, json.loads(config.to_json()))
   weights = weights_of(config)
-  state = weights.begin(build.initial_params(config, weights.model, weights.mesh, dtype=weights.start_dtype))
+  state = weights.begin(
+    build.initial_params(config, weights.model, weights.mesh, dtype=weights.start_dtype)
+  )
   with checkpoint.Checkpointer(workdir, every=1) as checkpointer:
     for step in steps:
       state = state._replace(params=moved(state.params))
@@ -70,13 +84,18 @@ def model_directory(folder, family="qwen2", dtype="float32"):
 def ours(model, params):
   """The decoder's logits of TOKENS."""
   row = TOKENS[None]
-  compute = jax.jit(lambda params, *x: decoder.logits(model, params, decoder.hidden(model, params, *x)))
-  return np.asarray(compute(jax.device_get(params), row, np.arange(row.size)[None], np.ones_like(row)))[0]
+  compute = jax.jit(
+    lambda params, *x: decoder.logits(model, params, decoder.hidden(model, params, *x))
+  )
+  return np.asarray(
+    compute(jax.device_get(params), row, np.arange(row.size)[None], np.ones_like(row))
+  )[0]
 
 
 def theirs(folder):
   net, problems = transformers.AutoModelForCausalLM.from_pretrained(
-      folder, attn_implementation="eager", output_loading_info=True)
+    folder, attn_implementation="eager", output_loading_info=True
+  )
   assert not any(problems.values()), problems
   return small_models.logits(net.float().eval(), TOKENS)
 
@@ -88,8 +107,11 @@ def assert_close(found, expected):
 
 
 def stored(folder):
-  return {name: value for path in sorted(folder.glob("*.safetensors"))
-          for name, value in safetensors.numpy.load_file(path).items()}
+  return {
+    name: value
+    for path in sorted(folder.glob("*.safetensors"))
+    for name, value in safetensors.numpy.load_file(path).items()
+  }
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +131,9 @@ def exported(trained, tmp_path_factory):
 # --- The whole policy ---
 
 
-def test_transformers_has_the_logits_of_the_newest_checkpoint_or_of_the_one_named(trained, tmp_path):
+def test_transformers_has_the_logits_of_the_newest_checkpoint_or_of_the_one_named(
+  trained, tmp_path
+):
   workdir, state = trained
   config = config_of()
   assert export.export(config, tmp_path / "new", workdir=workdir) == 5
@@ -120,15 +144,31 @@ def test_transformers_has_the_logits_of_the_newest_checkpoint_or_of_the_one_name
   assert json.loads((tmp_path / "old" / "export.json").read_text())["step"] == 2
 
 
-@pytest.mark.parametrize("text", [
-    "Question: Who is the mother of Velna Torin?\n", "<think>a</think><search>Velna Torin</search>",
-    "  two  spaces\tand\r\nlines ", "naïve — 日本語 \U0001f9ea \x00 e\u0301nd", "", "Doc 1(Title: X) <answer>no</answer>"])
+@pytest.mark.parametrize(
+  "text",
+  [
+    "Question: Who is the mother of Velna Torin?\n",
+    "<think>a</think><search>Velna Torin</search>",
+    "  two  spaces\tand\r\nlines ",
+    "naïve — 日本語 \U0001f9ea \x00 e\u0301nd",
+    "",
+    "Doc 1(Title: X) <answer>no</answer>",
+  ],
+)
 def test_the_encyclopedias_tokenizer_comes_along_token_for_token(exported, text):
-  folder, loaded, built = exported, transformers.AutoTokenizer.from_pretrained(exported), tokenizers.build()
+  folder, loaded, built = (
+    exported,
+    transformers.AutoTokenizer.from_pretrained(exported),
+    tokenizers.build(),
+  )
   ids = loaded(text)["input_ids"]
   assert ids == built.encode(text)
   assert loaded.decode(ids, clean_up_tokenization_spaces=False) == built.decode(ids) == text
-  assert (loaded.eos_token_id, len(loaded), loaded.is_fast) == (built.eos_id, built.vocab_size, True)
+  assert (loaded.eos_token_id, len(loaded), loaded.is_fast) == (
+    built.eos_id,
+    built.vocab_size,
+    True,
+  )
   again = tokenizers.Tokenizer.from_file(folder / "tokenizer.json")
   assert (again.encode(text), again.eos_id) == (ids, built.eos_id)
   raw = json.loads((folder / "config.json").read_text())
@@ -149,12 +189,15 @@ def test_exporting_what_was_imported_gives_back_every_byte(tmp_path, dtype):
 def test_a_directory_of_mixed_dtypes_gives_back_every_byte_and_one_dtype_on_request(tmp_path):
   config = hugging_face.load_config(small_models.directory("llama3"))
   names = hugging_face.stored_dtypes(small_models.directory("llama3"))
-  mixed = {name: "float32" if "norm" in name or "layers.1" in name else "bfloat16" for name in names}
+  mixed = {
+    name: "float32" if "norm" in name or "layers.1" in name else "bfloat16" for name in names
+  }
   source = model_directory(tmp_path / "source", "llama3", mixed)
   export.export(config_of(**{"policy.checkpoint": str(source)}), tmp_path / "out")
   assert hugging_face.stored_dtypes(tmp_path / "out") == mixed
   assert {name: x.tobytes() for name, x in stored(tmp_path / "out").items()} == {
-      name: x.tobytes() for name, x in stored(source).items()}
+    name: x.tobytes() for name, x in stored(source).items()
+  }
   export.export(config_of(**{"policy.checkpoint": str(source)}), tmp_path / "half", dtype="float16")
   assert set(hugging_face.stored_dtypes(tmp_path / "half").values()) == {"float16"}
   assert hugging_face.load_config(tmp_path / "half") == config
@@ -171,7 +214,9 @@ def test_weights_go_into_several_files_of_a_given_size_and_back_into_one(tmp_pat
   jax.tree.map(np.testing.assert_array_equal, found, dict(state.params))
   hugging_face.save(tmp_path / "out", model, found)
   assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
-  jax.tree.map(np.testing.assert_array_equal, hugging_face.load_params(tmp_path / "out", model), found)
+  jax.tree.map(
+    np.testing.assert_array_equal, hugging_face.load_params(tmp_path / "out", model), found
+  )
 
 
 def test_a_damaged_index_is_refused_and_can_not_lead_out_of_its_directory(tmp_path, trained):
@@ -181,20 +226,29 @@ def test_a_damaged_index_is_refused_and_can_not_lead_out_of_its_directory(tmp_pa
   outside["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
   for content in ("{", "[]", '{"metadata": {}}', '{"weight_map": {"a": 3}}', json.dumps(outside)):
     index.write_text(content)
-    with pytest.raises(ValueError, match=r"index\.json is damaged or cut short .*; copy or download it again"):
+    with pytest.raises(
+      ValueError, match=r"index\.json is damaged or cut short .*; copy or download it again"
+    ):
       hugging_face.load_params(tmp_path / "out", model)
 
 
 # --- Adapters ---
 
 
-@pytest.fixture(scope="module", params=[
-    {}, {"lora.targets": "v,down"}, {"policy.dtype": "bfloat16"}], ids=["every layer", "two layers", "bfloat16"])
+@pytest.fixture(
+  scope="module",
+  params=[{}, {"lora.targets": "v,down"}, {"policy.dtype": "bfloat16"}],
+  ids=["every layer", "two layers", "bfloat16"],
+)
 def adapted(request, tmp_path_factory):
   """(config, workdir, state) of adapters trained beside a Qwen2 model directory."""
   folder = tmp_path_factory.mktemp("adapted")
   dtype = request.param.get("policy.dtype", "float32")
-  config = config_of(**LORA, **request.param, **{"policy.checkpoint": str(model_directory(folder / "base", dtype=dtype))})
+  config = config_of(
+    **LORA,
+    **request.param,
+    **{"policy.checkpoint": str(model_directory(folder / "base", dtype=dtype))},
+  )
   return config, folder / "run", run(folder / "run", config)
 
 
@@ -202,7 +256,11 @@ def in_float32(config, state):
   """(model, frozen, adapters) for a float32 computation."""
   plain = config.copy_and_resolve_references()
   plain.policy.dtype = "float32"
-  return build.model_config(plain), {name: x.astype(jnp.float32) for name, x in state.reference.items()}, state.params
+  return (
+    build.model_config(plain),
+    {name: x.astype(jnp.float32) for name, x in state.reference.items()},
+    state.params,
+  )
 
 
 def test_transformers_computes_with_the_merged_policy_what_the_run_did(adapted, tmp_path):
@@ -222,15 +280,29 @@ def test_peft_computes_with_the_adapters_what_the_run_did(adapted, tmp_path):
   model, frozen, adapters = in_float32(config, state)
   export.export(config, tmp_path / "out", workdir=workdir, adapters=True)
   assert {path.name for path in (tmp_path / "out").iterdir()} == {
-      "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "export.json"}
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "tokenizer.json",
+    "export.json",
+  }
   settings = peft.PeftConfig.from_pretrained(tmp_path / "out")
-  assert (settings.r, settings.lora_alpha, settings.base_model_name_or_path) == (4, 6, config.policy.checkpoint)
+  assert (settings.r, settings.lora_alpha, settings.base_model_name_or_path) == (
+    4,
+    6,
+    config.policy.checkpoint,
+  )
   net = transformers.AutoModelForCausalLM.from_pretrained(
-      settings.base_model_name_or_path, attn_implementation="eager", dtype=torch.float32)
+    settings.base_model_name_or_path, attn_implementation="eager", dtype=torch.float32
+  )
   net = peft.PeftModel.from_pretrained(net, tmp_path / "out").float().eval()
   theirs_ = {name: x.numpy() for name, x in peft.get_peft_model_state_dict(net).items()}
-  assert {name: x.shape for name, x in theirs_.items()} == {name: x.shape for name, x in stored(tmp_path / "out").items()}
-  assert_close(small_models.logits(net, TOKENS), ours(model, lora.join(build.adapter(config), frozen, adapters)))
+  assert {name: x.shape for name, x in theirs_.items()} == {
+    name: x.shape for name, x in stored(tmp_path / "out").items()
+  }
+  assert_close(
+    small_models.logits(net, TOKENS),
+    ours(model, lora.join(build.adapter(config), frozen, adapters)),
+  )
 
 
 def test_adapters_beside_a_policy_built_here_bring_that_policy_along(tmp_path):
@@ -240,7 +312,11 @@ def test_adapters_beside_a_policy_built_here_bring_that_policy_along(tmp_path):
   settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
   assert settings["base_model_name_or_path"] == str(tmp_path / "out" / "base")
   model = build.model_config(config)
-  jax.tree.map(np.testing.assert_array_equal, hugging_face.load_params(tmp_path / "out" / "base", model), dict(state.reference))
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    hugging_face.load_params(tmp_path / "out" / "base", model),
+    dict(state.reference),
+  )
 
 
 def test_other_frozen_weights_than_those_trained_beside_are_refused_by_name(tmp_path):
@@ -260,7 +336,10 @@ def test_other_frozen_weights_than_those_trained_beside_are_refused_by_name(tmp_
   tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 1e-3
   safetensors.numpy.save_file(tensors, base / "model.safetensors")
   for use in (resumed, lambda: export.export(config, tmp_path / "out", workdir=tmp_path / "run")):
-    with pytest.raises(ValueError, match=rf"{base} has changed since these adapters were trained beside it \(up\); bring"):
+    with pytest.raises(
+      ValueError,
+      match=rf"{base} has changed since these adapters were trained beside it \(up\); bring",
+    ):
       use()
   assert not (tmp_path / "out").exists()
 
@@ -269,7 +348,9 @@ def test_adapters_without_their_warm_start_say_where_it_was(tmp_path):
   config = config_of(**LORA)
   run(tmp_path / "run", config)
   config.warm_start.num_steps = 3
-  with pytest.raises(ValueError, match=r"warm_start holds no checkpoint any more, .*gone; bring it back, or train"):
+  with pytest.raises(
+    ValueError, match=r"warm_start holds no checkpoint any more, .*gone; bring it back, or train"
+  ):
     export.export(config, tmp_path / "out", workdir=tmp_path / "run")
 
 
@@ -281,7 +362,9 @@ def test_what_is_no_export_is_left_alone_and_an_export_is_replaced_whole(trained
   mine = tmp_path / "mine"
   mine.mkdir()
   (mine / "notes.txt").write_text("mine")
-  with pytest.raises(ValueError, match=r"mine holds files that are no export \(no export\.json\); name another"):
+  with pytest.raises(
+    ValueError, match=r"mine holds files that are no export \(no export\.json\); name another"
+  ):
     export.export(config_of(), mine, workdir=workdir)
   with pytest.raises(ValueError, match=r"notes\.txt is a file; name a directory"):
     export.export(config_of(), mine / "notes.txt", workdir=workdir)
@@ -303,20 +386,34 @@ def test_an_export_that_fails_leaves_the_one_before(trained, tmp_path):
   broken = tmp_path / "broken"
   checkpoint.check_config(broken, json.loads(config_of().to_json()))
   with checkpoint.Checkpointer(broken, every=1) as checkpointer:
-    checkpointer.save(1, weights.at_rest(state._replace(params=state.params | {"down": state.params["down"] * np.nan})))
+    checkpointer.save(
+      1,
+      weights.at_rest(
+        state._replace(params=state.params | {"down": state.params["down"] * np.nan})
+      ),
+    )
   with pytest.raises(ValueError, match="params.down holds values that are not finite"):
     export.export(config_of(), tmp_path / "out", workdir=broken)
   assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
   assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "out"]
 
 
-@pytest.mark.parametrize("options, sentence", [
+@pytest.mark.parametrize(
+  "options, sentence",
+  [
     (dict(step=3), r"checkpoints has no checkpoint of step 3; it has 2, 5"),
     (dict(dtype="int8"), r"dtype='int8' can't be saved; choose one of float32, bfloat16, float16"),
-    (dict(adapters=True), r"--adapters: there are none, since the run trained every weight \(lora\.rank=0\)"),
-    (dict(adapters=True, workdir=None), r"--adapters: there are none, since no --workdir names a run"),
+    (
+      dict(adapters=True),
+      r"--adapters: there are none, since the run trained every weight \(lora\.rank=0\)",
+    ),
+    (
+      dict(adapters=True, workdir=None),
+      r"--adapters: there are none, since no --workdir names a run",
+    ),
     (dict(workdir=pathlib.Path("/nonexistent")), r"/nonexistent holds no checkpoint yet"),
-])
+  ],
+)
 def test_what_can_not_be_exported_is_refused_in_words(trained, tmp_path, options, sentence):
   with pytest.raises(ValueError, match=sentence):
     export.export(config_of(), tmp_path / "out", **dict(workdir=trained[0]) | options)
@@ -324,9 +421,19 @@ def test_what_can_not_be_exported_is_refused_in_words(trained, tmp_path, options
 
 
 def test_the_command_writes_and_refuses_in_one_line(trained, tmp_path):
-  command = [sys.executable, "experiments/export.py", f"--workdir={trained[0]}", f"--output={tmp_path / 'out'}"]
+  command = [
+    sys.executable,
+    "experiments/export.py",
+    f"--workdir={trained[0]}",
+    f"--output={tmp_path / 'out'}",
+  ]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out'} holds the policy of step 5\n"), done.stderr[-2000:]
+  assert (done.returncode, done.stdout) == (
+    0,
+    f"{tmp_path / 'out'} holds the policy of step 5\n",
+  ), done.stderr[-2000:]
   done = subprocess.run([*command, "--step=4"], cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 1 and done.stderr.strip().endswith("has no checkpoint of step 4; it has 2, 5")
+  assert done.returncode == 1 and done.stderr.strip().endswith(
+    "has no checkpoint of step 4; it has 2, 5"
+  )
   assert "Traceback" not in done.stderr

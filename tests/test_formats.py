@@ -33,114 +33,271 @@ def read(path, name=None, split="dev"):
 
 
 def normal(id, question, answers, source, split="dev", **more):
-  return {"id": id, "question": question, "golden_answers": answers, "data_source": source, "split": split} | more
+  return {
+    "id": id,
+    "question": question,
+    "golden_answers": answers,
+    "data_source": source,
+    "split": split,
+  } | more
 
 
 FLASHRAG = [
-    {"id": "test_0", "question": " who? ", "golden_answers": ["Ada", "Ada ", "A. L."]},
-    {"id": "test_1", "question": "where?", "golden_answers": "Oslo", "metadata": {"type": "bridge", "supporting_facts": {
-        "title": ["Oslo", "Norway", "Oslo"], "sent_id": [0, 1, 2]}}}]
-TRIVIA = {"Version": 1.0, "Data": [{
-    "Question": "Which city?", "QuestionId": "tc_1", "Answer": {
-        "Value": "Oslo", "Aliases": ["Christiania", "", "Oslo"], "NormalizedValue": "oslo"}}]}
-POPQA = [{"id": "4222362", "subj": "George Rankin", "prop": "occupation", "obj": "politician", "s_wiki_title": "G. Rankin",
-          "question": "What is George Rankin's occupation?", "possible_answers": '["politician", "pol \\"x\\""]'}]
-HOTPOT = [{"_id": "5a8b", "question": "Same nationality?", "answer": "yes", "type": "comparison", "level": "hard",
-           "supporting_facts": [["Scott Derrickson", 0], ["Ed Wood", 0], ["Ed Wood", 1]], "context": [["Ed Wood", ["x"]]]}]
-WIKI2 = [{"_id": "13f5", "type": "bridge_comparison", "question": "Which film?", "context": [], "answer": "Move",
-          "supporting_facts": [["Move (1970 film)", 0]], "evidences": [["Move", "director", "X"]]}]
+  {"id": "test_0", "question": " who? ", "golden_answers": ["Ada", "Ada ", "A. L."]},
+  {
+    "id": "test_1",
+    "question": "where?",
+    "golden_answers": "Oslo",
+    "metadata": {
+      "type": "bridge",
+      "supporting_facts": {"title": ["Oslo", "Norway", "Oslo"], "sent_id": [0, 1, 2]},
+    },
+  },
+]
+TRIVIA = {
+  "Version": 1.0,
+  "Data": [
+    {
+      "Question": "Which city?",
+      "QuestionId": "tc_1",
+      "Answer": {
+        "Value": "Oslo",
+        "Aliases": ["Christiania", "", "Oslo"],
+        "NormalizedValue": "oslo",
+      },
+    }
+  ],
+}
+POPQA = [
+  {
+    "id": "4222362",
+    "subj": "George Rankin",
+    "prop": "occupation",
+    "obj": "politician",
+    "s_wiki_title": "G. Rankin",
+    "question": "What is George Rankin's occupation?",
+    "possible_answers": '["politician", "pol \\"x\\""]',
+  }
+]
+HOTPOT = [
+  {
+    "_id": "5a8b",
+    "question": "Same nationality?",
+    "answer": "yes",
+    "type": "comparison",
+    "level": "hard",
+    "supporting_facts": [["Scott Derrickson", 0], ["Ed Wood", 0], ["Ed Wood", 1]],
+    "context": [["Ed Wood", ["x"]]],
+  }
+]
+WIKI2 = [
+  {
+    "_id": "13f5",
+    "type": "bridge_comparison",
+    "question": "Which film?",
+    "context": [],
+    "answer": "Move",
+    "supporting_facts": [["Move (1970 film)", 0]],
+    "evidences": [["Move", "director", "X"]],
+  }
+]
 MUSIQUE = [
-    {"id": "3hop1__1_2_3", "question": "Who?", "answer": "Ada", "answer_aliases": ["A. L.", ""], "answerable": True,
-     "paragraphs": [{"title": "Ada", "is_supporting": True}, {"title": "No", "is_supporting": False}],
-     "question_decomposition": []},
-    {"id": "3hop1__1_2_3", "question": "Who?", "answer": "Ada", "answer_aliases": [], "answerable": False, "paragraphs": [],
-     "question_decomposition": []}]
-BAMBOOGLE = [{"Question": "Who was president when X?", "Answer": "Ada"}, {"Question": "Where?", "Answer": "Oslo, Norway"}]
+  {
+    "id": "3hop1__1_2_3",
+    "question": "Who?",
+    "answer": "Ada",
+    "answer_aliases": ["A. L.", ""],
+    "answerable": True,
+    "paragraphs": [
+      {"title": "Ada", "is_supporting": True},
+      {"title": "No", "is_supporting": False},
+    ],
+    "question_decomposition": [],
+  },
+  {
+    "id": "3hop1__1_2_3",
+    "question": "Who?",
+    "answer": "Ada",
+    "answer_aliases": [],
+    "answerable": False,
+    "paragraphs": [],
+    "question_decomposition": [],
+  },
+]
+BAMBOOGLE = [
+  {"Question": "Who was president when X?", "Answer": "Ada"},
+  {"Question": "Where?", "Answer": "Oslo, Norway"},
+]
 
 
 def test_flashrag(tmp_path):
   assert read(write(tmp_path / "hotpotqa.jsonl", FLASHRAG)) == [
-      normal("test_0", "who?", ["Ada", "A. L."], "hotpotqa", hops=2),
-      normal("test_1", "where?", ["Oslo"], "hotpotqa", hops=2, type="bridge", supporting_titles=["Oslo", "Norway"])]
+    normal("test_0", "who?", ["Ada", "A. L."], "hotpotqa", hops=2),
+    normal(
+      "test_1",
+      "where?",
+      ["Oslo"],
+      "hotpotqa",
+      hops=2,
+      type="bridge",
+      supporting_titles=["Oslo", "Norway"],
+    ),
+  ]
   own = [FLASHRAG[0] | {"data_source": "zoo", "split": "train", "hops": 4}]
-  assert read(write(tmp_path / "x.jsonl", own)) == [normal("test_0", "who?", ["Ada", "A. L."], "zoo", "train", hops=4)]
+  assert read(write(tmp_path / "x.jsonl", own)) == [
+    normal("test_0", "who?", ["Ada", "A. L."], "zoo", "train", hops=4)
+  ]
 
 
 def test_nq_open(tmp_path):
-  path = write(tmp_path / "NQ-open.dev.jsonl", [{"question": "who?", "answer": ["Ada", "A. L."]}, {
-      "question": "where", "answer": ["Oslo"]}])
-  assert read(path) == [normal("nq_0", "who?", ["Ada", "A. L."], "nq"), normal("nq_1", "where", ["Oslo"], "nq")]
+  path = write(
+    tmp_path / "NQ-open.dev.jsonl",
+    [{"question": "who?", "answer": ["Ada", "A. L."]}, {"question": "where", "answer": ["Oslo"]}],
+  )
+  assert read(path) == [
+    normal("nq_0", "who?", ["Ada", "A. L."], "nq"),
+    normal("nq_1", "where", ["Oslo"], "nq"),
+  ]
 
 
 def test_triviaqa(tmp_path):
   assert read(write(tmp_path / "unfiltered-web-dev.json", TRIVIA), "triviaqa") == [
-      normal("tc_1", "Which city?", ["Oslo", "Christiania"], "triviaqa")]
+    normal("tc_1", "Which city?", ["Oslo", "Christiania"], "triviaqa")
+  ]
 
 
 def test_popqa(tmp_path):
   assert read(table(tmp_path / "popQA.tsv", POPQA, "\t"), split="test") == [
-      normal("4222362", "What is George Rankin's occupation?", ["politician", 'pol "x"'], "popqa", "test", hops=1,
-             type="occupation", supporting_titles=["G. Rankin"])]
+    normal(
+      "4222362",
+      "What is George Rankin's occupation?",
+      ["politician", 'pol "x"'],
+      "popqa",
+      "test",
+      hops=1,
+      type="occupation",
+      supporting_titles=["G. Rankin"],
+    )
+  ]
 
 
 def test_hotpotqa_and_2wiki_share_a_form_and_are_told_apart(tmp_path):
   assert read(write(tmp_path / "hotpot_dev_distractor_v1.json", HOTPOT)) == [
-      normal("5a8b", "Same nationality?", ["yes"], "hotpotqa", hops=2, type="comparison",
-             supporting_titles=["Scott Derrickson", "Ed Wood"])]
-  two = normal("13f5", "Which film?", ["Move"], "2wikimultihopqa", hops=4, type="bridge_comparison",
-               supporting_titles=["Move (1970 film)"])
+    normal(
+      "5a8b",
+      "Same nationality?",
+      ["yes"],
+      "hotpotqa",
+      hops=2,
+      type="comparison",
+      supporting_titles=["Scott Derrickson", "Ed Wood"],
+    )
+  ]
+  two = normal(
+    "13f5",
+    "Which film?",
+    ["Move"],
+    "2wikimultihopqa",
+    hops=4,
+    type="bridge_comparison",
+    supporting_titles=["Move (1970 film)"],
+  )
   (tmp_path / "2wikimultihopqa").mkdir()
-  assert read(write(tmp_path / "2wikimultihopqa" / "dev.json", WIKI2)) == [two] == read(write(tmp_path / "raw.json", WIKI2))
+  assert (
+    read(write(tmp_path / "2wikimultihopqa" / "dev.json", WIKI2))
+    == [two]
+    == read(write(tmp_path / "raw.json", WIKI2))
+  )
 
 
 def test_musique_leaves_out_what_has_no_answer(tmp_path):
-  expected = [normal("3hop1__1_2_3", "Who?", ["Ada", "A. L."], "musique", hops=3, supporting_titles=["Ada"])]
+  expected = [
+    normal("3hop1__1_2_3", "Who?", ["Ada", "A. L."], "musique", hops=3, supporting_titles=["Ada"])
+  ]
   assert read(write(tmp_path / "musique_full_v1.0_dev.jsonl", MUSIQUE)) == expected
   lines = tmp_path / "musique_dev.json"  # JSON Lines under a JSON name
   lines.write_text("\n".join(map(json.dumps, MUSIQUE)))
   assert read(lines) == expected
 
 
-@pytest.mark.parametrize("name", ["Bamboogle.csv", "bamboogle.tsv", "bamboogle.json", "bamboogle.jsonl"])
+@pytest.mark.parametrize(
+  "name", ["Bamboogle.csv", "bamboogle.tsv", "bamboogle.json", "bamboogle.jsonl"]
+)
 def test_bamboogle_in_any_wrapping(tmp_path, name):
   path = tmp_path / name
-  made = table(path, BAMBOOGLE, "," if "csv" in name else "\t") if name.endswith("sv") else write(path, BAMBOOGLE)
+  made = (
+    table(path, BAMBOOGLE, "," if "csv" in name else "\t")
+    if name.endswith("sv")
+    else write(path, BAMBOOGLE)
+  )
   assert read(made, split="test") == [
-      normal("bamboogle_0", "Who was president when X?", ["Ada"], "bamboogle", "test", hops=2),
-      normal("bamboogle_1", "Where?", ["Oslo, Norway"], "bamboogle", "test", hops=2)]
+    normal("bamboogle_0", "Who was president when X?", ["Ada"], "bamboogle", "test", hops=2),
+    normal("bamboogle_1", "Where?", ["Oslo, Norway"], "bamboogle", "test", hops=2),
+  ]
 
 
 def test_verl_parquet(tmp_path):
   parquet = pytest.importorskip("pyarrow.parquet")
   import pyarrow
-  rows = [{"data_source": f"searchR1_{name}", "prompt": [{"role": "user", "content": "Answer. Question: Who?"}],
-           "reward_model": {"style": "rule", "ground_truth": {"target": ["Ada"]}},
-           "extra_info": {"index": i, "split": "train"}} for i, name in enumerate(["nq", "hotpotqa"])]
+
+  rows = [
+    {
+      "data_source": f"searchR1_{name}",
+      "prompt": [{"role": "user", "content": "Answer. Question: Who?"}],
+      "reward_model": {"style": "rule", "ground_truth": {"target": ["Ada"]}},
+      "extra_info": {"index": i, "split": "train"},
+    }
+    for i, name in enumerate(["nq", "hotpotqa"])
+  ]
   parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
   assert read(tmp_path / "train.parquet", split="train") == [
-      normal("train_0", "Who?", ["Ada"], "nq", "train"), normal("train_1", "Who?", ["Ada"], "hotpotqa", "train", hops=2)]
+    normal("train_0", "Who?", ["Ada"], "nq", "train"),
+    normal("train_1", "Who?", ["Ada"], "hotpotqa", "train", hops=2),
+  ]
 
 
 def test_compressed_files_are_read_too(tmp_path):
-  (tmp_path / "nq-dev.jsonl.gz").write_bytes(gzip.compress(b'{"question": "who?", "answer": ["Ada"]}\n'))
-  (tmp_path / "popqa.tsv.gz").write_bytes(gzip.compress(table(tmp_path / "p.tsv", POPQA, "\t").read_bytes()))
-  assert read(tmp_path / "nq-dev.jsonl.gz")[0]["id"] == "nq_0" and read(tmp_path / "popqa.tsv.gz")[0]["type"] == "occupation"
+  (tmp_path / "nq-dev.jsonl.gz").write_bytes(
+    gzip.compress(b'{"question": "who?", "answer": ["Ada"]}\n')
+  )
+  (tmp_path / "popqa.tsv.gz").write_bytes(
+    gzip.compress(table(tmp_path / "p.tsv", POPQA, "\t").read_bytes())
+  )
+  assert (
+    read(tmp_path / "nq-dev.jsonl.gz")[0]["id"] == "nq_0"
+    and read(tmp_path / "popqa.tsv.gz")[0]["type"] == "occupation"
+  )
 
 
 def test_what_is_written_is_what_the_reader_reads(tmp_path):
-  for name, path in (("musique", write(tmp_path / "a.jsonl", MUSIQUE)), ("popqa", table(tmp_path / "popqa.tsv", POPQA, "\t"))):
+  for name, path in (
+    ("musique", write(tmp_path / "a.jsonl", MUSIQUE)),
+    ("popqa", table(tmp_path / "popqa.tsv", POPQA, "\t")),
+  ):
     (record,) = read(path, name)
     out = write(tmp_path / f"{name}.jsonl", [record])
-    assert readers.read_questions(out, split="dev") == [Question(
-        record["id"], record["question"], tuple(record["golden_answers"]), name, record["hops"])]
+    assert readers.read_questions(out, split="dev") == [
+      Question(
+        record["id"], record["question"], tuple(record["golden_answers"]), name, record["hops"]
+      )
+    ]
 
 
-@pytest.mark.parametrize("path, expected", [
-    ("raw/NQ-open.train.jsonl", ("nq", "train")), ("hotpotqa/dev.jsonl", ("hotpotqa", "dev")),
-    ("hotpot_train_v1.1.json", ("hotpotqa", "train")), ("2wikimultihopqa/dev.json", ("2wikimultihopqa", "dev")),
-    ("raw/2WikiMultihopQA_test.jsonl", ("2wikimultihopqa", "test")), ("raw/popQA.tsv", ("popqa", None)),
-    ("triviaqa-unfiltered/wikipedia-train.json", ("triviaqa", "train")), ("musique/validation.jsonl", ("musique", "dev")),
-    ("raw/bamboogle.csv", ("bamboogle", None)), ("nq_hotpotqa_train/hotpotqa.jsonl", ("hotpotqa", None))])
+@pytest.mark.parametrize(
+  "path, expected",
+  [
+    ("raw/NQ-open.train.jsonl", ("nq", "train")),
+    ("hotpotqa/dev.jsonl", ("hotpotqa", "dev")),
+    ("hotpot_train_v1.1.json", ("hotpotqa", "train")),
+    ("2wikimultihopqa/dev.json", ("2wikimultihopqa", "dev")),
+    ("raw/2WikiMultihopQA_test.jsonl", ("2wikimultihopqa", "test")),
+    ("raw/popQA.tsv", ("popqa", None)),
+    ("triviaqa-unfiltered/wikipedia-train.json", ("triviaqa", "train")),
+    ("musique/validation.jsonl", ("musique", "dev")),
+    ("raw/bamboogle.csv", ("bamboogle", None)),
+    ("nq_hotpotqa_train/hotpotqa.jsonl", ("hotpotqa", None)),
+  ],
+)
 def test_names_tell_set_and_split(tmp_path, path, expected):
   assert formats.named(tmp_path / path) == expected
 
@@ -150,17 +307,47 @@ def test_a_name_that_only_looks_like_a_set_is_none(tmp_path):
   assert formats.named(tmp_path / "raw" / "inquiry.jsonl") is None  # nq inside a word
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("nq.jsonl", '{"question": "x", "answer": []}', r"nq.jsonl, line 1, field \"answer\": it is \[\]; it must hold at least one"),
+@pytest.mark.parametrize(
+  "name, content, message",
+  [
+    (
+      "nq.jsonl",
+      '{"question": "x", "answer": []}',
+      r"nq.jsonl, line 1, field \"answer\": it is \[\]; it must hold at least one",
+    ),
     ("nq.jsonl", '{"question": "x", "answer": ["  "]}', "must hold at least one answer"),
-    ("nq.jsonl", '{"question": "", "answer": ["x"]}', 'field "question": it is \'\''),
-    ("nq.jsonl", '{"query": "x"}', "line 1: its fields \\(query\\) are those of no known question format"),
+    ("nq.jsonl", '{"question": "", "answer": ["x"]}', "field \"question\": it is ''"),
+    (
+      "nq.jsonl",
+      '{"query": "x"}',
+      "line 1: its fields \\(query\\) are those of no known question format",
+    ),
     ("nq.jsonl", "[1]", "a JSON list, but each line must be one JSON object"),
-    ("zoo.jsonl", '{"id": "1", "question": "x", "golden_answers": ["x"]}', "which question set this is; name it as SET="),
-    ("hotpotqa_test.json", '[{"_id": "1", "question": "x", "context": []}]', "the answers of this test set are not published"),
-    ("triviaqa-test.json", '{"Data": [{"Question": "x", "QuestionId": "1"}]}', "TriviaQA's test set are not published"),
-    ("popqa.tsv", "id\tquestion\tpossible_answers\n1\tx\tno json\n", 'row 2, field "possible_answers": not a JSON list'),
-    ("popqa.tsv", "id\tquestion\tpossible_answers\n1\tx\n", "row 2: 2 fields, the header has another number"),
+    (
+      "zoo.jsonl",
+      '{"id": "1", "question": "x", "golden_answers": ["x"]}',
+      "which question set this is; name it as SET=",
+    ),
+    (
+      "hotpotqa_test.json",
+      '[{"_id": "1", "question": "x", "context": []}]',
+      "the answers of this test set are not published",
+    ),
+    (
+      "triviaqa-test.json",
+      '{"Data": [{"Question": "x", "QuestionId": "1"}]}',
+      "TriviaQA's test set are not published",
+    ),
+    (
+      "popqa.tsv",
+      "id\tquestion\tpossible_answers\n1\tx\tno json\n",
+      'row 2, field "possible_answers": not a JSON list',
+    ),
+    (
+      "popqa.tsv",
+      "id\tquestion\tpossible_answers\n1\tx\n",
+      "row 2: 2 fields, the header has another number",
+    ),
     ("popqa.tsv", "id\tquestion\tpossible_answers\n1\tx\t[]\t9\n", "the header has another number"),
     ("hotpot.json", "{", "hotpot.json: not JSON"),
     ("hotpot.json", "3", "a JSON int, but questions come as a list"),
@@ -168,7 +355,8 @@ def test_a_name_that_only_looks_like_a_set_is_none(tmp_path):
     ("nq.txt", "x", "questions are read from .jsonl, .json, .csv, .tsv"),
     ("hotpot.json.gz", "not gzip", "not readable text"),
     ("bamboogle.csv.gz", "not gzip", "not a readable table"),
-])
+  ],
+)
 def test_a_bad_file_is_one_sentence(tmp_path, name, content, message):
   (tmp_path / name).write_text(content)
   with pytest.raises(ValueError, match=message):
@@ -180,10 +368,15 @@ def test_a_missing_file_is_named(tmp_path):
     read(tmp_path / "nq.jsonl")
 
 
-@pytest.mark.parametrize("name", ["bamboogle.csv", "bamboogle.tsv", "bamboogle.json", "bamboogle.jsonl", "bamboogle.jsonl.gz"])
+@pytest.mark.parametrize(
+  "name",
+  ["bamboogle.csv", "bamboogle.tsv", "bamboogle.json", "bamboogle.jsonl", "bamboogle.jsonl.gz"],
+)
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, name):
   plain = tmp_path / name.removesuffix(".gz")
-  table(plain, BAMBOOGLE, "," if "csv" in name else "\t") if name.endswith("sv") else write(plain, BAMBOOGLE)
+  table(plain, BAMBOOGLE, "," if "csv" in name else "\t") if name.endswith("sv") else write(
+    plain, BAMBOOGLE
+  )
   without = read(plain)
   marked = b"\xef\xbb\xbf" + plain.read_bytes()
   (tmp_path / name).write_bytes(gzip.compress(marked) if name.endswith(".gz") else marked)
@@ -191,5 +384,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, name):
 
 
 def test_json_lines_under_a_json_name_may_begin_with_a_byte_order_mark(tmp_path):
-  (tmp_path / "musique_dev.json").write_text("\n".join(map(json.dumps, MUSIQUE)), encoding="utf-8-sig")
+  (tmp_path / "musique_dev.json").write_text(
+    "\n".join(map(json.dumps, MUSIQUE)), encoding="utf-8-sig"
+  )
   assert len(read(tmp_path / "musique_dev.json")) == 1

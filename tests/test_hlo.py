@@ -1,10 +1,11 @@
-"""Reading compiled programs: loops, groups, bytes; each on text written by hand, whose answer is known."""
+"""Reading compiled programs: loops, groups, bytes; each on text written by hand, whose answer is
+known."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from stratified import hlo
+from stratified.planning import hlo
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -86,12 +87,20 @@ def test_a_collective_over_one_device_is_none():
   assert len(hlo.collectives(PROGRAM, num_devices=8)) == 4
 
 
-@pytest.mark.parametrize("kind, array, group, each_time", [
-    ("all-reduce", "f32[16]", 4, 2 * 3 / 4 * 64),  # a ring sends (n - 1)/n of the array to sum, and again to share
+@pytest.mark.parametrize(
+  "kind, array, group, each_time",
+  [
+    (
+      "all-reduce",
+      "f32[16]",
+      4,
+      2 * 3 / 4 * 64,
+    ),  # a ring sends (n - 1)/n of the array to sum, and again to share
     ("all-gather", "bf16[32,8]", 8, 7 / 8 * 512),
     ("reduce-scatter", "f32[5]", 4, 3 * 20),  # its result is 1/n of what goes in
     ("collective-permute", "f32[2,3]", 8, 24),
-])
+  ],
+)
 def test_bytes_sent_are_those_of_a_ring(kind, array, group, each_time):
   one = found()[kind]
   assert (str(one.array), one.group) == (array, group)
@@ -103,7 +112,9 @@ def test_where_it_comes_from_is_kept():
 
 
 def test_arrays_are_those_of_every_instruction_also_after_a_kernels_own_text():
-  assert {"f32[16]", "bf16[4,8]", "bf16[32,8]", "f32[2,3]", "pred[]"} <= {str(array) for array in hlo.arrays(PROGRAM)}
+  assert {"f32[16]", "bf16[4,8]", "bf16[32,8]", "f32[2,3]", "pred[]"} <= {
+    str(array) for array in hlo.arrays(PROGRAM)
+  }
 
 
 def test_a_real_scan_is_read():

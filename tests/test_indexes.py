@@ -13,8 +13,10 @@ import faiss
 import numpy as np
 import pytest
 
-from stratified.retrieval import embeddings as shards, indexes, manifest as manifests, memory
-from stratified.retrieval.corpus import Passage, RetrieverError, corpus_digest, read_corpus
+from stratified.retrieval import embeddings as shards
+from stratified.retrieval import indexes, memory
+from stratified.retrieval import manifest as manifests
+from stratified.retrieval.corpus import corpus_digest, Passage, read_corpus, RetrieverError
 from stratified.retrieval.dense import Dense, open_dense
 from stratified.retrieval.embeddings import Embeddings
 from stratified.retrieval.hybrid import Hybrid
@@ -23,7 +25,8 @@ from stratified.retrieval.store import PassageStore
 
 COUNT, WIDTH = 12_000, 16
 PASSAGES = [
-    Passage(f"p{row}", f"Title {row}" if row % 3 else "", f"text {row} naïve 東京") for row in range(COUNT)
+  Passage(f"p{row}", f"Title {row}" if row % 3 else "", f"text {row} naïve 東京")
+  for row in range(COUNT)
 ]
 
 
@@ -33,25 +36,35 @@ class HashEncoder:
   def __init__(self, width=WIDTH, **changes):
     self.width = width
     self.manifest = {
-        "name": "hash", "path": "/nowhere", "sha256": "0" * 64, "pooling": "mean", "normalized": True,
-        "prefixes": {"query": "", "passage": ""}, "max_length": 256, "dtype": "float32"
+      "name": "hash",
+      "path": "/nowhere",
+      "sha256": "0" * 64,
+      "pooling": "mean",
+      "normalized": True,
+      "prefixes": {"query": "", "passage": ""},
+      "max_length": 256,
+      "dtype": "float32",
     } | changes
     self.calls = []
 
   def encode(self, texts, role):
     self.calls.append((role, list(texts)))
     seeds = [
-        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") for text in texts
+      int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+      for text in texts
     ]
     vectors = np.stack(
-        [np.random.default_rng(seed).standard_normal(self.width, np.float32) for seed in seeds])
+      [np.random.default_rng(seed).standard_normal(self.width, np.float32) for seed in seeds]
+    )
     # Neighbours that mean something: texts lie around a few centres.
     centres = np.random.default_rng(1).standard_normal((32, self.width)).astype(np.float32)
     return shards.unit(centres[np.array(seeds) % 32] + 0.7 * vectors)
 
 
 def write_corpus(path, passages=PASSAGES):
-  lines = [json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in passages]
+  lines = [
+    json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in passages
+  ]
   data = "".join(lines).encode()
   path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
   return path
@@ -63,17 +76,25 @@ def world(tmp_path_factory):
   folder = tmp_path_factory.mktemp("world")
   encoder = HashEncoder()
   store = PassageStore(write_corpus(folder / "corpus.jsonl"), offsets=folder / "offsets.npy")
-  shards.encode_corpus(folder / "embeddings", store, lambda texts: encoder.encode(texts, "passage"), WIDTH,
-                       encoder=encoder.manifest, corpus=store.manifest, shard_size=5_000)
+  shards.encode_corpus(
+    folder / "embeddings",
+    store,
+    lambda texts: encoder.encode(texts, "passage"),
+    WIDTH,
+    encoder=encoder.manifest,
+    corpus=store.manifest,
+    shard_size=5_000,
+  )
   return folder, encoder
 
 
 CONFIGS = {
-    "flat": IndexConfig("flat"), "flat32": IndexConfig("flat",
-                                                       "float32"), "hnsw": IndexConfig("hnsw", links=8),
-    "ivf_pq": IndexConfig("ivf_pq", lists=32, probes=32, code_bytes=16,
-                          rerank=50), "ivf_sq": IndexConfig("ivf_sq", "float16", lists=32, probes=16),
-    "ivf_sq8": IndexConfig("ivf_sq", "int8", lists=32)
+  "flat": IndexConfig("flat"),
+  "flat32": IndexConfig("flat", "float32"),
+  "hnsw": IndexConfig("hnsw", links=8),
+  "ivf_pq": IndexConfig("ivf_pq", lists=32, probes=32, code_bytes=16, rerank=50),
+  "ivf_sq": IndexConfig("ivf_sq", "float16", lists=32, probes=16),
+  "ivf_sq8": IndexConfig("ivf_sq", "int8", lists=32),
 }
 
 
@@ -86,18 +107,21 @@ def built(world):
   return folder
 
 
-QUERIES = [PASSAGES[row].contents for row in (0, 1, 4_999, 5_000, COUNT - 1)
-          ] + [f"query {n}" for n in range(60)]
+QUERIES = [PASSAGES[row].contents for row in (0, 1, 4_999, 5_000, COUNT - 1)] + [
+  f"query {n}" for n in range(60)
+]
 
 
 def exact(folder, encoder, queries, topk):
   """Rows by descending inner product in float64, the reference of every index."""
   vectors = Embeddings(folder / "embeddings").read(0, COUNT).astype(np.float64)
-  return np.argsort(-(encoder.encode(queries, "query").astype(np.float64) @ vectors.T), axis=1,
-                    kind="stable")[:, :topk]
+  return np.argsort(
+    -(encoder.encode(queries, "query").astype(np.float64) @ vectors.T), axis=1, kind="stable"
+  )[:, :topk]
 
 
-# --- passage store ------------------------------------------------------------------------------------------
+# --- passage store
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
@@ -114,8 +138,9 @@ def test_the_store_gives_what_reading_the_whole_corpus_gives(tmp_path, name):
 def test_blank_lines_odd_line_ends_and_no_last_newline(tmp_path):
   path = tmp_path / "c.jsonl"
   line = lambda p: json.dumps({"id": p.id, "contents": p.contents}).encode()
-  path.write_bytes(b"\n \r\n" + line(PASSAGES[0]) + b"\r\n\n\n" + line(PASSAGES[1]) + b"\n  \n" +
-                   line(PASSAGES[2]))
+  path.write_bytes(
+    b"\n \r\n" + line(PASSAGES[0]) + b"\r\n\n\n" + line(PASSAGES[1]) + b"\n  \n" + line(PASSAGES[2])
+  )
   assert list(PassageStore(path)) == PASSAGES[:3]
 
 
@@ -124,8 +149,11 @@ def test_remembered_offsets_are_used_and_those_of_another_corpus_are_not(tmp_pat
   first = PassageStore(path, offsets=offsets)
   made = offsets.stat().st_mtime_ns
   again = PassageStore(path, offsets=offsets)
-  assert offsets.stat().st_mtime_ns == made and again.manifest == first.manifest and list(
-      again) == PASSAGES[:50]
+  assert (
+    offsets.stat().st_mtime_ns == made
+    and again.manifest == first.manifest
+    and list(again) == PASSAGES[:50]
+  )
   write_corpus(path, PASSAGES[1:51])
   assert list(PassageStore(path, offsets=offsets)) == PASSAGES[1:51]
   for damage in (b"", b"no array", offsets.read_bytes()[:-9]):
@@ -140,14 +168,26 @@ def test_a_change_anywhere_in_a_large_corpus_of_equal_length_shows_in_the_whole_
   after = PassageStore(path)
   for name in ("digest", "sample_sha256"):
     assert before.manifest[name] != after.manifest[name]
-  assert before.num_bytes == after.num_bytes and after.sha256() == hashlib.sha256(
-      path.read_bytes()).hexdigest()
+  assert (
+    before.num_bytes == after.num_bytes
+    and after.sha256() == hashlib.sha256(path.read_bytes()).hexdigest()
+  )
 
 
-@pytest.mark.parametrize("text, message", [
-    (b"", "holds no passage"), (b"\n\n", "holds no passage"), (b'{"id": "1"}\n', 'line 1, field "contents"'),
-    (b'{"id": "1", "contents": "a"}\n{"id": "1", "contents": "b"}\n', "passages 1 and 2 have the same id"),
-    (b'{"id": "1", "contents": "a"}\n[]\n', "line 2: a JSON list"), (b"\xff\n", "line 1: not UTF-8")])
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    (b"", "holds no passage"),
+    (b"\n\n", "holds no passage"),
+    (b'{"id": "1"}\n', 'line 1, field "contents"'),
+    (
+      b'{"id": "1", "contents": "a"}\n{"id": "1", "contents": "b"}\n',
+      "passages 1 and 2 have the same id",
+    ),
+    (b'{"id": "1", "contents": "a"}\n[]\n', "line 2: a JSON list"),
+    (b"\xff\n", "line 1: not UTF-8"),
+  ],
+)
 def test_a_corpus_that_is_none_is_refused(tmp_path, text, message):
   (tmp_path / "c.jsonl").write_bytes(text)
   with pytest.raises(ValueError, match=message):
@@ -178,7 +218,8 @@ def test_lines_across_the_blocks_that_are_read_are_whole(tmp_path):
   assert list(PassageStore(write_corpus(tmp_path / "c.jsonl", long))) == long
 
 
-# --- vectors on disk ----------------------------------------------------------------------------------------
+# --- vectors on disk
+# ----------------------------------------------------------------------------------------
 
 
 def test_vectors_come_back_in_any_order_near_what_was_encoded(world):
@@ -186,14 +227,22 @@ def test_vectors_come_back_in_any_order_near_what_was_encoded(world):
   embeddings = Embeddings(folder / "embeddings")
   rows = np.array([11_999, 0, 5_000, 4_999, 0])
   expected = encoder.encode([PASSAGES[row].contents for row in rows], "passage")
-  np.testing.assert_allclose(embeddings.take(rows), expected,
-                             atol=5e-4)  # float16: 2^-11 of components below 1
+  np.testing.assert_allclose(
+    embeddings.take(rows), expected, atol=5e-4
+  )  # float16: 2^-11 of components below 1
   np.testing.assert_allclose(np.linalg.norm(embeddings.read(4_990, 5_010), axis=1), 1, atol=1e-6)
 
 
 def encode_into(folder, store, encoder, encode=None, **options):
-  shards.encode_corpus(folder, store, encode or (lambda texts: encoder.encode(texts, "passage")),
-                       encoder.width, encoder=encoder.manifest, corpus=store.manifest, **options)
+  shards.encode_corpus(
+    folder,
+    store,
+    encode or (lambda texts: encoder.encode(texts, "passage")),
+    encoder.width,
+    encoder=encoder.manifest,
+    corpus=store.manifest,
+    **options,
+  )
 
 
 def test_encoding_goes_on_after_a_kill_with_what_is_missing(tmp_path):
@@ -212,13 +261,14 @@ def test_encoding_goes_on_after_a_kill_with_what_is_missing(tmp_path):
     Embeddings(tmp_path / "e")
   shards.shard_path(tmp_path / "e", 1).write_bytes(b"half a sh")
   encoder.calls.clear()
-  encode_into(tmp_path / "e", store, encoder,
-              shard_size=7)  # the shards that are there say how large they are
+  encode_into(
+    tmp_path / "e", store, encoder, shard_size=7
+  )  # the shards that are there say how large they are
   assert [len(texts) for _, texts in encoder.calls] == [10, 10, 10]
   encode_into(tmp_path / "whole", store, encoder, shard_size=10)
   np.testing.assert_array_equal(
-      Embeddings(tmp_path / "e").read(0, 50),
-      Embeddings(tmp_path / "whole").read(0, 50))
+    Embeddings(tmp_path / "e").read(0, 50), Embeddings(tmp_path / "whole").read(0, 50)
+  )
 
 
 def test_machines_share_the_shards(tmp_path):
@@ -229,10 +279,18 @@ def test_machines_share_the_shards(tmp_path):
   assert len(Embeddings(tmp_path / "e")) == 45
 
 
-@pytest.mark.parametrize("changes, message", [
+@pytest.mark.parametrize(
+  "changes, message",
+  [
     ({"sha256": "1" * 64}, "sha256 '0000.*but the encoder here is 'hash', sha256 '1111"),
-    ({"prefixes": {"query": "query: ", "passage": "passage: "}}, "prefixes {'query': '', 'passage': ''}"),
-    ({"max_length": 128}, "max_length 256.*max_length 128"), ({"pooling": "cls"}, "pooling 'mean'")])
+    (
+      {"prefixes": {"query": "query: ", "passage": "passage: "}},
+      "prefixes {'query': '', 'passage': ''}",
+    ),
+    ({"max_length": 128}, "max_length 256.*max_length 128"),
+    ({"pooling": "cls"}, "pooling 'mean'"),
+  ],
+)
 def test_vectors_of_another_encoder_are_not_mixed_in(tmp_path, changes, message):
   store = PassageStore(write_corpus(tmp_path / "c.jsonl", PASSAGES[:5]))
   encode_into(tmp_path / "e", store, HashEncoder())
@@ -243,20 +301,35 @@ def test_vectors_of_another_encoder_are_not_mixed_in(tmp_path, changes, message)
     encode_into(tmp_path / "e", other, HashEncoder())
 
 
-# --- indexes ------------------------------------------------------------------------------------------------
+# --- indexes
+# ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, least", [
-    ("flat", 0.995), ("flat32", 1.0), ("hnsw", 0.97), ("ivf_pq", 0.97), ("ivf_sq", 0.9), ("ivf_sq8", 0.75)])
+@pytest.mark.parametrize(
+  "name, least",
+  [
+    ("flat", 0.995),
+    ("flat32", 1.0),
+    ("hnsw", 0.97),
+    ("ivf_pq", 0.97),
+    ("ivf_sq", 0.9),
+    ("ivf_sq8", 0.75),
+  ],
+)
 def test_an_index_finds_what_is_nearest(built, world, name, least):
-  """flat32 exactly; float16 may swap neighbours that are equal to 2^-11; the others are approximate."""
+  """flat32 exactly; float16 may swap neighbours that are equal to 2^-11; the others are
+  approximate."""
   _, encoder = world
   hits = open_dense(built / name, encoder).search(QUERIES, topk=5)
   expected = exact(built, encoder, QUERIES, 5)
   found = [[int(hit.id[1:]) for hit in of_query] for of_query in hits]
   assert all(len(of_query) == 5 for of_query in found)
   share = np.mean(
-      [len(set(mine) & set(theirs)) / 5 for mine, theirs in zip(found, expected.tolist(), strict=True)])
+    [
+      len(set(mine) & set(theirs)) / 5
+      for mine, theirs in zip(found, expected.tolist(), strict=True)
+    ]
+  )
   assert share >= least
   for of_query in hits:
     assert [hit.score for hit in of_query] == sorted((hit.score for hit in of_query), reverse=True)
@@ -265,8 +338,9 @@ def test_an_index_finds_what_is_nearest(built, world, name, least):
 
 @pytest.mark.parametrize("name", ["flat", "hnsw", "ivf_sq"])
 def test_a_passage_is_found_by_its_own_text_with_score_one(built, world, name):
-  hits = open_dense(built / name, world[1]).search([PASSAGES[row].contents for row in (0, 7_777, COUNT - 1)],
-                                                   topk=1)
+  hits = open_dense(built / name, world[1]).search(
+    [PASSAGES[row].contents for row in (0, 7_777, COUNT - 1)], topk=1
+  )
   assert [hit.id for (hit,) in hits] == ["p0", "p7777", f"p{COUNT - 1}"]
   assert [hit.score for (hit,) in hits] == pytest.approx([1, 1, 1], abs=2e-3)  # float16 components
 
@@ -277,7 +351,9 @@ def test_reranking_scores_exactly(built, world):
   vectors, queries = Embeddings(folder / "embeddings"), encoder.encode(QUERIES, "query")
   for query, of_query in zip(queries, hits):
     rows = np.array([int(hit.id[1:]) for hit in of_query])
-    np.testing.assert_allclose([hit.score for hit in of_query], vectors.take(rows) @ query, atol=1e-6)
+    np.testing.assert_allclose(
+      [hit.score for hit in of_query], vectors.take(rows) @ query, atol=1e-6
+    )
   without = open_dense(built / "ivf_pq", encoder, rerank=0)
   assert without.manifest["index"]["rerank"] == 0
   assert [hit.score for hit in without.search(QUERIES[:1], 3)[0]] != [hit.score for hit in hits[0]]
@@ -292,7 +368,9 @@ def test_read_and_mapped_indexes_answer_alike(built, world, name):
 
 def test_an_index_that_reranks_says_what_it_misses(built, world, tmp_path):
   target = copied(built, "ivf_pq", tmp_path / "ivf_pq")
-  with pytest.raises(FileNotFoundError, match="scores 50 candidates again with the vectors in .*--rerank=0"):
+  with pytest.raises(
+    FileNotFoundError, match="scores 50 candidates again with the vectors in .*--rerank=0"
+  ):
     open_dense(target, world[1])
   assert len(open_dense(target, world[1], rerank=0).search(["x"], 3)[0]) == 3
 
@@ -304,14 +382,22 @@ def test_more_probes_find_more(built, world):
   def share(probes):
     hits = open_dense(built / "ivf_sq8", encoder, probes=probes).search(QUERIES, 5)
     return np.mean(
-        [len({int(h.id[1:]) for h in mine} & set(theirs)) for mine, theirs in zip(hits, expected.tolist())])
+      [
+        len({int(h.id[1:]) for h in mine} & set(theirs))
+        for mine, theirs in zip(hits, expected.tolist())
+      ]
+    )
 
   assert share(1) < share(32)
-  assert open_dense(built / "ivf_sq8", encoder, probes=500).manifest["index"]["probes"] == 32  # all there are
+  assert (
+    open_dense(built / "ivf_sq8", encoder, probes=500).manifest["index"]["probes"] == 32
+  )  # all there are
 
 
 @pytest.mark.parametrize("name", ["hnsw", "ivf_sq8", "ivf_pq"])
-def test_a_build_that_was_killed_goes_on_where_it_stopped(world, built, tmp_path, monkeypatch, name):
+def test_a_build_that_was_killed_goes_on_where_it_stopped(
+  world, built, tmp_path, monkeypatch, name
+):
   folder, encoder = world
   config, embeddings, added = CONFIGS[name], Embeddings(folder / "embeddings"), []
   monkeypatch.setattr(memory, "CHUNK_BYTES", 4 * WIDTH * 1_000)
@@ -333,7 +419,10 @@ def test_a_build_that_was_killed_goes_on_where_it_stopped(world, built, tmp_path
   monkeypatch.setattr(indexes, "train", None)  # a second training would fail
   indexes.build(config, embeddings, tmp_path / "i")
   assert added[5:] == list(range(4_000, COUNT, 1_000))
-  assert sorted(path.name for path in (tmp_path / "i").iterdir()) == ["index.faiss", "manifest.json"]
+  assert sorted(path.name for path in (tmp_path / "i").iterdir()) == [
+    "index.faiss",
+    "manifest.json",
+  ]
   index, _ = indexes.load(tmp_path / "i")
   assert index.ntotal == COUNT
   if name != "hnsw":  # a graph depends on the steps it grew in
@@ -351,7 +440,8 @@ def test_a_built_index_is_not_built_again_unless_settings_differ(built, world, m
     indexes.build(IndexConfig("hnsw", links=16), embeddings, built / "hnsw")
 
 
-# --- memory -------------------------------------------------------------------------------------------------
+# --- memory
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -364,16 +454,25 @@ def test_predicted_size_is_that_of_the_index(built, name):
 def test_an_index_that_does_not_fit_is_refused_before_any_work_with_what_would_fit(world, tmp_path):
   embeddings = Embeddings(world[0] / "embeddings")
   with pytest.raises(
-      MemoryError,
-      match=r"building a flat index of 12,000 vectors of 16 takes 2.7 MB, and 0.0 MB are free; use a"):
+    MemoryError,
+    match=r"building a flat index of 12,000 vectors of 16 takes 2.7 MB, and 0.0 MB are free; use a",
+  ):
     indexes.build(IndexConfig("flat"), embeddings, tmp_path / "i", free=1)
   assert not (tmp_path / "i").exists()
   with pytest.raises(
-      MemoryError, match=r"a flat index of 21,015,324 vectors of 768 takes 64.6 GB, and 32.0 GB are free; "
-      r"choose ivf_sq with int8 \(.* GB\) or ivf_pq \(.* GB\)\."):
+    MemoryError,
+    match=r"a flat index of 21,015,324 vectors of 768 takes 64.6 GB, and 32.0 GB are free; "
+    r"choose ivf_sq with int8 \(.* GB\) or ivf_pq \(.* GB\)\.",
+  ):
     wiki = IndexConfig("flat", "float32")
-    memory.require(wiki, 21_015_324, 768, memory.index_bytes(wiki, 21_015_324, 768), "searching",
-                   free=32_000_000_000)
+    memory.require(
+      wiki,
+      21_015_324,
+      768,
+      memory.index_bytes(wiki, 21_015_324, 768),
+      "searching",
+      free=32_000_000_000,
+    )
 
 
 def test_opening_more_than_fits_is_refused_and_mapping_counts_what_is_touched(built):
@@ -390,22 +489,34 @@ def test_free_memory_is_a_number_of_this_machine():
   assert free is None or 0 <= free < 1 << 50
 
 
-@pytest.mark.parametrize("arguments, message", [
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
     (dict(kind="annoy"), "index 'annoy' is unknown; choose one of flat, hnsw, ivf_pq, ivf_sq"),
-    (dict(storage="int4"), "storage 'int4' is unknown"), (dict(links=1), "links=1 must be at least 2"),
-    (dict(lists=-1), "lists=-1 must be at least 0"), (dict(rerank=-2), "rerank=-2 must be at least 0, or -1")])
+    (dict(storage="int4"), "storage 'int4' is unknown"),
+    (dict(links=1), "links=1 must be at least 2"),
+    (dict(lists=-1), "lists=-1 must be at least 0"),
+    (dict(rerank=-2), "rerank=-2 must be at least 0, or -1"),
+  ],
+)
 def test_settings_out_of_range_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     IndexConfig(**arguments)
 
 
 @pytest.mark.parametrize(
-    "config, count, message",
-    [(IndexConfig("ivf_pq"), 9_000, "needs at least 9,984 vectors"),
-     (IndexConfig("ivf_pq", code_bytes=5), 20_000, "code_bytes=5 must divide the dimension 16"),
-     (IndexConfig("ivf_sq", lists=1_000), 20_000, "lists=1000 needs at least 39,000 vectors"),
-     (IndexConfig("ivf_sq", lists=100,
-                  training_vectors=50), 20_000, "training_vectors=50 is too few for 100 lists")])
+  "config, count, message",
+  [
+    (IndexConfig("ivf_pq"), 9_000, "needs at least 9,984 vectors"),
+    (IndexConfig("ivf_pq", code_bytes=5), 20_000, "code_bytes=5 must divide the dimension 16"),
+    (IndexConfig("ivf_sq", lists=1_000), 20_000, "lists=1000 needs at least 39,000 vectors"),
+    (
+      IndexConfig("ivf_sq", lists=100, training_vectors=50),
+      20_000,
+      "training_vectors=50 is too few for 100 lists",
+    ),
+  ],
+)
 def test_settings_that_can_not_be_fitted_are_refused(config, count, message):
   with pytest.raises(ValueError, match=message):
     config.settled(count, WIDTH)
@@ -421,7 +532,8 @@ def test_settings_chosen_by_size_can_be_fitted_and_stay(count):
       assert 1 <= settled.probes <= settled.lists and settled.lists * 39 <= max(count, 39)
 
 
-# --- manifests ----------------------------------------------------------------------------------------------
+# --- manifests
+# ----------------------------------------------------------------------------------------------
 
 
 def copied(built, name, target):
@@ -432,16 +544,21 @@ def copied(built, name, target):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [({"sha256": "f" * 64}, "was built with encoder 'hash', sha256 '0000.*'hash', sha256 'ffff"),
-     ({"prefixes": {"query": "q: ", "passage": ""}}, "prefixes"),
-     ({"pooling": "cls"}, "pooling 'mean'.*'cls'")])
+  "changes, message",
+  [
+    ({"sha256": "f" * 64}, "was built with encoder 'hash', sha256 '0000.*'hash', sha256 'ffff"),
+    ({"prefixes": {"query": "q: ", "passage": ""}}, "prefixes"),
+    ({"pooling": "cls"}, "pooling 'mean'.*'cls'"),
+  ],
+)
 def test_queries_of_another_encoder_are_refused_by_name(built, changes, message):
   with pytest.raises(ValueError, match=message):
     open_dense(built / "flat", HashEncoder(**changes))
 
 
-def test_another_corpus_is_refused_and_the_same_one_elsewhere_or_compressed_is_not(built, world, tmp_path):
+def test_another_corpus_is_refused_and_the_same_one_elsewhere_or_compressed_is_not(
+  built, world, tmp_path
+):
   _, encoder = world
   other = [*PASSAGES[:-1], Passage("p11999", "Title 11999", "text 11998 naïve 東京")]
   with pytest.raises(ValueError, match="digest .*corpus.jsonl|digest .* but the corpus here is"):
@@ -457,14 +574,18 @@ def edited(path, **changes):
   path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("changes, message",
-                         [({"format": 7}, "has format 7, this version reads 1"),
-                          ({"count": 11}, "holds 12,000 vectors of 16, its manifest says 11"),
-                          ({"dimension": 32}, "manifest says 12,000 of 32"),
-                          ({"count": "many"}, "fields have other types"),
-                          ({"index": {}}, "does not describe an index"),
-                          ({"index": {"kind": "hnsw"}}, "holds a IndexScalarQuantizer of another kind"),
-                          ({"index": None}, "does not describe an index")])
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"format": 7}, "has format 7, this version reads 1"),
+    ({"count": 11}, "holds 12,000 vectors of 16, its manifest says 11"),
+    ({"dimension": 32}, "manifest says 12,000 of 32"),
+    ({"count": "many"}, "fields have other types"),
+    ({"index": {}}, "does not describe an index"),
+    ({"index": {"kind": "hnsw"}}, "holds a IndexScalarQuantizer of another kind"),
+    ({"index": None}, "does not describe an index"),
+  ],
+)
 def test_a_manifest_that_disagrees_with_its_index_is_refused(built, tmp_path, changes, message):
   target = copied(built, "flat", tmp_path / "i")
   edited(target / "manifest.json", **changes)
@@ -476,7 +597,7 @@ def test_damaged_and_missing_indexes_are_refused(built, tmp_path):
   target = copied(built, "hnsw", tmp_path / "i")
   whole = (target / indexes.FILE).read_bytes()
   for mapped in (True, False):
-    for damage in (whole[:len(whole) // 2], b"", b"IxHn" * 10):
+    for damage in (whole[: len(whole) // 2], b"", b"IxHn" * 10):
       (target / indexes.FILE).write_bytes(damage)
       with pytest.raises(ValueError, match="is damaged or cut short"):
         indexes.load(target, mapped=mapped)
@@ -490,7 +611,8 @@ def test_damaged_and_missing_indexes_are_refused(built, tmp_path):
     indexes.load(tmp_path / "nowhere")
 
 
-# --- searching ----------------------------------------------------------------------------------------------
+# --- searching
+# ----------------------------------------------------------------------------------------------
 
 
 def test_blank_queries_get_nothing_and_keep_their_place(built, world):
@@ -510,8 +632,11 @@ def test_more_wanted_than_there_are_or_than_the_cells_hold(built, world):
 def test_equal_vectors_come_in_the_order_of_the_corpus():
   index = faiss.IndexFlatIP(4)
   index.add(np.tile(np.array([[1, 0, 0, 0]], np.float32), (6, 1)))
-  one = type("One", (),
-             {"manifest": {}, "encode": lambda self, texts, role: np.array([[1, 0, 0, 0]], np.float32)})()
+  one = type(
+    "One",
+    (),
+    {"manifest": {}, "encode": lambda self, texts, role: np.array([[1, 0, 0, 0]], np.float32)},
+  )()
   manifest = {"encoder": {}, "corpus": {}, "count": 6, "dimension": 4, "index": {}}
   hits = Dense(index, PASSAGES[:6], one, manifest).search(["x"], topk=6)[0]
   assert [hit.id for hit in hits] == ["p0", "p1", "p2", "p3", "p4", "p5"]
@@ -552,7 +677,8 @@ def test_threads_share_a_retriever(built, world, name):
   assert wrong == []
 
 
-# --- hybrid -------------------------------------------------------------------------------------------------
+# --- hybrid
+# -------------------------------------------------------------------------------------------------
 
 
 class Fixed:
@@ -568,14 +694,20 @@ class Fixed:
 def test_fused_scores_are_the_formula():
   hits = Hybrid([Fixed("a", "b", "c"), Fixed("c", "d")], k=60).search(["x"], topk=4)[0]
   assert [(hit.id, hit.score) for hit in hits] == [
-      ("c", pytest.approx(1 / 63 + 1 / 61)), ("a", pytest.approx(1 / 61)), ("b", pytest.approx(1 / 62)),
-      ("d", pytest.approx(1 / 62))]  # equal scores: the earlier retriever's comes first
+    ("c", pytest.approx(1 / 63 + 1 / 61)),
+    ("a", pytest.approx(1 / 61)),
+    ("b", pytest.approx(1 / 62)),
+    ("d", pytest.approx(1 / 62)),
+  ]  # equal scores: the earlier retriever's comes first
 
 
 def test_a_hybrid_reads_deeper_than_it_answers():
   deep = Hybrid([Fixed("a", "b", "c"), Fixed("d", "e", "c")], depth=3).search(["x", "y"], topk=1)
   assert [[hit.id for hit in of_query] for of_query in deep] == [["c"], ["c"]]
-  assert Hybrid([Fixed("a", "b", "c"), Fixed("d", "e", "c")], depth=1).search(["x"], topk=1)[0][0].id == "a"
+  assert (
+    Hybrid([Fixed("a", "b", "c"), Fixed("d", "e", "c")], depth=1).search(["x"], topk=1)[0][0].id
+    == "a"
+  )
   assert Hybrid([Fixed(), Fixed()]).search(["x"], topk=3) == [[]]
 
 
@@ -592,6 +724,7 @@ def test_hybrids_that_make_no_sense_are_refused():
 
 def test_bm25_and_dense_fuse_over_one_corpus(built, world):
   from stratified.retrieval.bm25 import BM25
+
   store = PassageStore(world[0] / "corpus.jsonl", offsets=world[0] / "offsets.npy")
   hybrid = Hybrid([BM25(store), open_dense(built / "flat", world[1], passages=store)])
   assert hybrid.search([PASSAGES[77].contents], topk=3)[0][0] == PASSAGES[77]
@@ -599,7 +732,9 @@ def test_bm25_and_dense_fuse_over_one_corpus(built, world):
 
 
 def test_dense_retrieval_does_not_load_jax():
-  program = ("import sys, stratified.retrieval.dense, stratified.retrieval.hybrid\n"
-             "print(sorted(m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'torch')))")
+  program = (
+    "import sys, stratified.retrieval.dense, stratified.retrieval.hybrid\n"
+    "print(sorted(m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'torch')))"
+  )
   done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == "[]"

@@ -1,4 +1,5 @@
-"""The in-process sampler: it samples what the trainer's model says, whatever its lanes, blocks and rows."""
+"""The in-process sampler: it samples what the trainer's model says, whatever its lanes, blocks and
+rows."""
 
 import functools
 
@@ -6,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_rollouts import decoder_config, OneCharacterEach, parameters, ThreeCharactersEach
 
-from small_rollouts import OneCharacterEach, ThreeCharactersEach, decoder_config, parameters
 from stratified.policy import decoder, log_probs
-from stratified.rollout.jax_sampler import JaxSampler, SamplerConfig
-from stratified.rollout.lane_programs import nucleus, sample
-from stratified.rollout.sampler import Request
+from stratified.sampling.in_process import JaxSampler, SamplerConfig
+from stratified.sampling.interface import Request
+from stratified.sampling.lane_programs import nucleus, sample
 
 MODEL = decoder_config(vocab_size=27)
 PARAMS = parameters(MODEL, scale=4.0)
@@ -38,17 +39,18 @@ def _full(params, token, temperature):
 
 
 def full(tokens, temperature=1.0):
-  """Logits [T, V] and the trainer's log-probs [T] of one whole text, padded so that one shape is compiled."""
+  """Logits [T, V] and the trainer's log-probs [T] of one whole text, padded so that one shape is
+  compiled."""
   token = np.zeros((1, 48), np.int32)
-  token[0, :len(tokens)] = tokens
+  token[0, : len(tokens)] = tokens
   logits, logp = _full(PARAMS, token, temperature)
-  return np.asarray(logits)[:len(tokens)], np.asarray(logp)[:len(tokens)]
+  return np.asarray(logits)[: len(tokens)], np.asarray(logp)[: len(tokens)]
 
 
 def of_new(prompt, completion, temperature=1.0):
   """Logits before, and log-probs of, each sampled token."""
   logits, logp = full([*prompt, *completion.token_ids], temperature)
-  return logits[len(prompt) - 1:-1], logp[len(prompt):]
+  return logits[len(prompt) - 1 : -1], logp[len(prompt) :]
 
 
 # --- What is sampled is what the model says ---
@@ -69,12 +71,17 @@ def test_greedy_decoding_takes_the_argmax_of_full_forward_passes():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_log_probs_are_the_trainers_at_the_same_temperature(temperature):
-  for completion in sampler_of(temperature=temperature).generate([request(k, new=30) for k in range(4)]):
-    np.testing.assert_allclose(completion.log_probs, of_new(PROMPT, completion, temperature)[1], atol=1e-4)
+  for completion in sampler_of(temperature=temperature).generate(
+    [request(k, new=30) for k in range(4)]
+  ):
+    np.testing.assert_allclose(
+      completion.log_probs, of_new(PROMPT, completion, temperature)[1], atol=1e-4
+    )
 
 
 def chi_square(counts, probabilities):
-  """Pearson's statistic over outcomes expected at least 5 times, and its 99.9 % point (Wilson and Hilferty, 1931)."""
+  """Pearson's statistic over outcomes expected at least 5 times, and its 99.9 % point (Wilson and
+  Hilferty, 1931)."""
   expected = probabilities * counts.sum()
   kept = expected >= 5
   statistic = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
@@ -86,19 +93,26 @@ def test_draws_follow_the_softmax():
   logits = jnp.asarray(np.random.default_rng(0).normal(0, 1.5, 12), jnp.float32)
   keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(1), i))(jnp.arange(20_000))
   drawn = np.asarray(jax.jit(sample)(keys, jnp.broadcast_to(logits, (20_000, 12))))
-  statistic, bound = chi_square(np.bincount(drawn, minlength=12), np.asarray(jax.nn.softmax(logits)))
+  statistic, bound = chi_square(
+    np.bincount(drawn, minlength=12), np.asarray(jax.nn.softmax(logits))
+  )
   assert statistic < bound
 
 
 def test_the_rollouts_of_a_question_are_independent_draws_from_the_models_distribution():
   made = sampler_of(lanes=256, length=12, block=1, rows=1, params=parameters(MODEL, scale=2.0))
-  first, second = np.asarray([c.token_ids for c in made.generate([request(k, new=2, last=True) for k in range(1500)])]).T
-  logits, _ = _full(parameters(MODEL, scale=2.0), np.pad(np.int32([PROMPT]), ((0, 0), (0, 40))), 1.0)
+  first, second = np.asarray(
+    [c.token_ids for c in made.generate([request(k, new=2, last=True) for k in range(1500)])]
+  ).T
+  logits, _ = _full(
+    parameters(MODEL, scale=2.0), np.pad(np.int32([PROMPT]), ((0, 0), (0, 40))), 1.0
+  )
   probabilities = np.asarray(jax.nn.softmax(logits[len(PROMPT) - 1]))
   statistic, bound = chi_square(np.bincount(first, minlength=27), probabilities)
   assert statistic < bound
-  # Neighbouring samples share nothing: the agreement of samples k and k + 1 is that of independent draws.
-  agree, chance = (first[1:] == first[:-1]).mean(), (probabilities ** 2).sum()
+  # Neighbouring samples share nothing: the agreement of samples k and k + 1 is that of independent
+  # draws.
+  agree, chance = (first[1:] == first[:-1]).mean(), (probabilities**2).sum()
   assert abs(agree - chance) < 4 * np.sqrt(chance * (1 - chance) / 1499)
   assert len(set(zip(first, second))) > len(set(first))
 
@@ -106,7 +120,13 @@ def test_the_rollouts_of_a_question_are_independent_draws_from_the_models_distri
 def test_nucleus_keeps_the_smallest_set_that_holds_the_mass():
   # Masses 0.5, 0.25, 0.15, 0.1 in mixed order.
   logits = jnp.log(jnp.float32([[0.15, 0.5, 0.1, 0.25]]))
-  for top_p, kept in ((0.4, [1]), (0.6, [1, 3]), (0.8, [0, 1, 3]), (0.95, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])):
+  for top_p, kept in (
+    (0.4, [1]),
+    (0.6, [1, 3]),
+    (0.8, [0, 1, 3]),
+    (0.95, [0, 1, 2, 3]),
+    (1.0, [0, 1, 2, 3]),
+  ):
     found = np.asarray(nucleus(logits, top_p))[0]
     assert np.nonzero(np.isfinite(found))[0].tolist() == kept
     np.testing.assert_array_equal(found[kept], np.asarray(logits)[0, kept])
@@ -114,7 +134,9 @@ def test_nucleus_keeps_the_smallest_set_that_holds_the_mass():
 
 def test_top_p_never_leaves_the_nucleus_and_reports_log_probs_before_the_cut():
   probability_outside = 0.0
-  for completion in sampler_of(top_p=0.5, temperature=1.3).generate([request(k, new=30) for k in range(4)]):
+  for completion in sampler_of(top_p=0.5, temperature=1.3).generate(
+    [request(k, new=30) for k in range(4)]
+  ):
     logits, logp = of_new(PROMPT, completion, 1.3)
     np.testing.assert_allclose(completion.log_probs, logp, atol=1e-4)
     probabilities = np.exp(logits / 1.3 - np.logaddexp.reduce(logits / 1.3, axis=1, keepdims=True))
@@ -127,7 +149,9 @@ def test_top_p_never_leaves_the_nucleus_and_reports_log_probs_before_the_cut():
 # --- What it must not depend on ---
 
 
-MIXED = [request(k, PROMPT[:3 + q], new=5 + 4 * k + q, question=q) for q in range(3) for k in range(3)]
+MIXED = [
+  request(k, PROMPT[: 3 + q], new=5 + 4 * k + q, question=q) for q in range(3) for k in range(3)
+]
 
 
 @functools.cache
@@ -137,12 +161,19 @@ def mixed_alone():
   return [made.generate([one])[0] for one in MIXED]
 
 
-@pytest.mark.parametrize("changes", [
-    dict(lanes=9, block=4, rows=16), dict(lanes=2, block=7, rows=1), dict(lanes=4, block=3, rows=3)], ids=str)
+@pytest.mark.parametrize(
+  "changes",
+  [dict(lanes=9, block=4, rows=16), dict(lanes=2, block=7, rows=1), dict(lanes=4, block=3, rows=3)],
+  ids=str,
+)
 def test_lanes_blocks_rows_and_company_do_not_change_what_is_sampled(changes):
   found = sampler_of(**changes).generate(MIXED)
   for one, alone, wanted in zip(found, mixed_alone(), MIXED):
-    assert one.key == wanted.key and len(one.token_ids) == wanted.max_new_tokens and one.finish == "length"
+    assert (
+      one.key == wanted.key
+      and len(one.token_ids) == wanted.max_new_tokens
+      and one.finish == "length"
+    )
     assert one.token_ids == alone.token_ids
     np.testing.assert_allclose(one.log_probs, alone.log_probs, atol=1e-4)
 
@@ -168,7 +199,7 @@ def test_a_groups_prompt_is_run_once_and_other_prompts_beside_it():
   made.generate([request(k) for k in range(4)])
   assert made.stats["prefilled"] == len(PROMPT) - 1
   made = sampler_of()
-  made.generate([request(k, PROMPT[:4 + q], question=q) for q in range(2) for k in range(2)])
+  made.generate([request(k, PROMPT[: 4 + q], question=q) for q in range(2) for k in range(2)])
   assert made.stats["prefilled"] == 3 + 4
 
 
@@ -182,7 +213,8 @@ OBSERVATION = (11, 12, 13, 14, 15)
 
 
 def two_turns(made, samples):
-  """[(second context, second completion)] of rollouts that are fed an observation between two turns."""
+  """[(second context, second completion)] of rollouts that are fed an observation between two
+  turns."""
   firsts = made.generate([request(k, new=5 + k) for k in range(samples)])
   context = [(*PROMPT, *first.token_ids, *OBSERVATION) for first in firsts]
   return list(zip(context, made.generate([request(k, context[k], new=6) for k in range(samples)])))
@@ -191,18 +223,21 @@ def two_turns(made, samples):
 def test_a_continued_turn_equals_a_fresh_prefill_of_the_same_context():
   made = sampler_of()
   turns = two_turns(made, 3)
-  # The prompt once, then of each rollout what its lane has not run: the last sampled token, the observation but for its end.
+  # The prompt once, then of each rollout what its lane has not run: the last sampled token, the
+  # observation but for its end.
   assert made.stats["prefilled"] == len(PROMPT) - 1 + 3 * len(OBSERVATION)
   fresh = sampler_of()
   for k, (context, second) in enumerate(turns):
-    alone, = fresh.generate([request(k, context, new=6)])
+    (alone,) = fresh.generate([request(k, context, new=6)])
     assert second.token_ids == alone.token_ids
     np.testing.assert_allclose(second.log_probs, alone.log_probs, atol=1e-4)
 
 
 def test_a_rollout_that_lost_its_lane_while_it_waited_goes_on_the_same():
   roomy, crowded = sampler_of(lanes=5), sampler_of(lanes=2)
-  assert [c.token_ids for _, c in two_turns(roomy, 5)] == [c.token_ids for _, c in two_turns(crowded, 5)]
+  assert [c.token_ids for _, c in two_turns(roomy, 5)] == [
+    c.token_ids for _, c in two_turns(crowded, 5)
+  ]
   assert crowded.stats["prefilled"] > roomy.stats["prefilled"]
 
 
@@ -210,7 +245,9 @@ def test_a_context_that_does_not_continue_its_lane_is_run_anew():
   made = sampler_of()
   made.generate([request()])
   changed = (*PROMPT[:4], 20, 21, 22)
-  assert made.generate([request(tokens=changed)]) == sampler_of().generate([request(tokens=changed)])
+  assert made.generate([request(tokens=changed)]) == sampler_of().generate(
+    [request(tokens=changed)]
+  )
 
 
 def test_last_frees_the_lane_and_poll_returns_what_has_ended():
@@ -244,7 +281,7 @@ def test_generation_ends_with_the_token_that_completes_a_stop_string(block):
     text = NO_END.decode(free.token_ids)
     stop = text[9:12]
     end = text.index(stop) + 3
-    completion, = sampler_of(block=block).generate([request(k, new=24, stop=("\x7f\x7f", stop))])
+    (completion,) = sampler_of(block=block).generate([request(k, new=24, stop=("\x7f\x7f", stop))])
     assert completion.finish == "stop"
     assert completion.token_ids == free.token_ids[:end]
     np.testing.assert_allclose(completion.log_probs, free.log_probs[:end], atol=1e-4)
@@ -257,7 +294,7 @@ def test_the_token_that_completes_a_stop_string_is_kept_whole(block):
     text = tokenizer.decode(free.token_ids)
     stop = text[28:34]  # from the second character of token 9 to the first of token 11
     end = -(-(text.index(stop) + 6) // 3)
-    completion, = sampler_of(tokenizer, block=block).generate([request(k, new=24, stop=(stop,))])
+    (completion,) = sampler_of(tokenizer, block=block).generate([request(k, new=24, stop=(stop,))])
     assert (completion.token_ids, completion.finish) == (free.token_ids[:end], "stop")
 
 
@@ -265,7 +302,7 @@ def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count():
   free = free_running()[0]
   across = NO_END.decode([PROMPT[-1], *free.token_ids[:2]])
   assert across not in NO_END.decode(free.token_ids)
-  completion, = sampler_of().generate([request(0, new=24, stop=(NO_END.decode(PROMPT), across))])
+  (completion,) = sampler_of().generate([request(0, new=24, stop=(NO_END.decode(PROMPT), across))])
   assert completion.token_ids == free.token_ids
 
 
@@ -274,24 +311,32 @@ def test_the_end_of_text_token_ends_a_generation_and_is_kept(block):
   free = free_running()[1]
   eos = free.token_ids[7]
   end = free.token_ids.index(eos) + 1
-  completion, = sampler_of(OneCharacterEach(27, eos_id=eos), block=block).generate([request(1, new=24)])
+  (completion,) = sampler_of(OneCharacterEach(27, eos_id=eos), block=block).generate(
+    [request(1, new=24)]
+  )
   assert (completion.token_ids, completion.finish) == (free.token_ids[:end], "stop")
 
 
 def test_lengths_from_one_token_to_a_full_lane():
   made = sampler_of()
-  for question, (tokens, new) in enumerate([(PROMPT, 1), (PROMPT, 40), ((4,), 47), ((*range(1, 25), *range(23)), 1)]):
-    completion, = made.generate([request(tokens=tokens, new=new, question=question)])
+  for question, (tokens, new) in enumerate(
+    [(PROMPT, 1), (PROMPT, 40), ((4,), 47), ((*range(1, 25), *range(23)), 1)]
+  ):
+    (completion,) = made.generate([request(tokens=tokens, new=new, question=question)])
     assert len(completion.token_ids) == new and completion.finish == "length"
     np.testing.assert_allclose(completion.log_probs, of_new(tokens, completion)[1], atol=1e-4)
 
 
 def test_parameters_that_are_not_finite_are_a_fault_and_leave_no_trace_for_the_next():
-  made = sampler_of(params=PARAMS | {"attention_norm": np.full_like(PARAMS["attention_norm"], np.nan)})
+  made = sampler_of(
+    params=PARAMS | {"attention_norm": np.full_like(PARAMS["attention_norm"], np.nan)}
+  )
   for completion in made.generate([request(k) for k in range(5)]):
     assert completion.finish == "fault" and "not finite" in completion.fault
   made.load(PARAMS, 1)
-  assert made.generate([request(k) for k in range(5)]) == sampler_of().generate([request(k) for k in range(5)])
+  assert made.generate([request(k) for k in range(5)]) == sampler_of().generate(
+    [request(k) for k in range(5)]
+  )
 
 
 # --- What is refused ---
@@ -299,8 +344,11 @@ def test_parameters_that_are_not_finite_are_a_fault_and_leave_no_trace_for_the_n
 
 def test_requests_that_cannot_be_served_are_refused_in_words():
   made = sampler_of()
-  for bad, sentence in ((request(new=0), "at least 1"), (request(tokens=()), "needs a context"),
-                        (request(new=41), r"8 tokens and 41 new ones exceed the lane length 48; raise it")):
+  for bad, sentence in (
+    (request(new=0), "at least 1"),
+    (request(tokens=()), "needs a context"),
+    (request(new=41), r"8 tokens and 41 new ones exceed the lane length 48; raise it"),
+  ):
     with pytest.raises(ValueError, match=sentence):
       made.submit(bad)
   assert made.poll() == []
@@ -316,9 +364,20 @@ def test_parameters_come_first_and_not_in_the_middle_of_a_generation():
     made.load(PARAMS, 1)
 
 
-@pytest.mark.parametrize("changes", [dict(lanes=0), dict(length=1), dict(block=0), dict(rows=0), dict(temperature=-0.1),
-                                     dict(top_p=0.0), dict(top_p=1.5)], ids=str)
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(lanes=0),
+    dict(length=1),
+    dict(block=0),
+    dict(rows=0),
+    dict(temperature=-0.1),
+    dict(top_p=0.0),
+    dict(top_p=1.5),
+  ],
+  ids=str,
+)
 def test_settings_out_of_range_are_refused_in_words(changes):
-  (name, value), = changes.items()
+  ((name, value),) = changes.items()
   with pytest.raises(ValueError, match=f"sampler {name}={value} is out of range"):
     SamplerConfig(**dict(lanes=2, length=8) | changes)

@@ -12,8 +12,15 @@ from stratified.policy import decoder, log_probs
 
 ROWS, LENGTH, WIDTH, VOCAB = 2, 12, 16, 211
 CONFIG = decoder.DecoderConfig(
-    vocab_size=VOCAB, width=WIDTH, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, mlp_width=4,
-    tied_embeddings=False)
+  vocab_size=VOCAB,
+  width=WIDTH,
+  num_layers=1,
+  num_heads=1,
+  num_kv_heads=1,
+  head_dim=4,
+  mlp_width=4,
+  tied_embeddings=False,
+)
 
 
 def problem(seed=0, scale=1.0):
@@ -29,7 +36,8 @@ def computed(hidden, head, token, temperature=1.0, chunk=None):
   hidden = sharding.constrain(hidden, "row", None, None)
   head = sharding.constrain(head, "vocabulary", "width")
   return log_probs.token_log_probs(
-      CONFIG, {"head": head}, hidden, token, temperature=temperature, chunk=chunk)
+    CONFIG, {"head": head}, hidden, token, temperature=temperature, chunk=chunk
+  )
 
 
 def softmax64(hidden, head, temperature):
@@ -67,22 +75,30 @@ def test_gradients_are_one_hot_minus_softmax_in_float64(chunk):
   d_logits *= weight[:, 1:, None] / temperature
   expected_hidden = np.zeros(hidden.shape)
   expected_hidden[:, :-1] = d_logits @ head
-  np.testing.assert_allclose(found_hidden, expected_hidden, rtol=0, atol=1e-5 * np.abs(expected_hidden).max())
+  np.testing.assert_allclose(
+    found_hidden, expected_hidden, rtol=0, atol=1e-5 * np.abs(expected_hidden).max()
+  )
   expected_head = np.einsum("rtv,rtd->vd", d_logits, hidden[:, :-1].astype(np.float64))
-  np.testing.assert_allclose(found_head, expected_head, rtol=0, atol=1e-5 * np.abs(expected_head).max())
+  np.testing.assert_allclose(
+    found_head, expected_head, rtol=0, atol=1e-5 * np.abs(expected_head).max()
+  )
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_entropy_carries_no_gradient(chunk):
   hidden, head, token = problem(3)
-  for gradient in jax.grad(lambda *x: computed(*x, token, 1.0, chunk)[1].sum(), argnums=(0, 1))(hidden, head):
+  for gradient in jax.grad(lambda *x: computed(*x, token, 1.0, chunk)[1].sum(), argnums=(0, 1))(
+    hidden, head
+  ):
     np.testing.assert_array_equal(gradient, 0)
 
 
 def test_huge_logits_stay_finite():
   hidden, head, token = problem(4, scale=1e4)
   logp, entropy = computed(hidden, head, token, 1.0, 4)
-  expected = np.take_along_axis(softmax64(hidden, head, 1.0)[:, :-1], token[:, 1:, None], axis=-1)[..., 0]
+  expected = np.take_along_axis(softmax64(hidden, head, 1.0)[:, :-1], token[:, 1:, None], axis=-1)[
+    ..., 0
+  ]
   assert np.abs(expected).max() > 1e4
   np.testing.assert_allclose(logp[:, 1:], expected, rtol=1e-5, atol=0.1)
   assert np.isfinite(entropy).all() and (np.asarray(entropy) > -0.1).all()
@@ -99,8 +115,14 @@ def test_a_mesh_of_one_device_changes_nothing():
 
 def test_no_array_of_tokens_by_vocabulary_is_held_forward_or_backward():
   rows, length, vocab = 2, 64, 8192
-  shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (
-      ((rows, length, WIDTH), jnp.float32), ((vocab, WIDTH), jnp.float32), ((rows, length), jnp.int32))]
+  shapes = [
+    jax.ShapeDtypeStruct(s, d)
+    for s, d in (
+      ((rows, length, WIDTH), jnp.float32),
+      ((vocab, WIDTH), jnp.float32),
+      ((rows, length), jnp.int32),
+    )
+  ]
 
   def temporary(chunk):
     loss = lambda hidden, head, token: computed(hidden, head, token, 1.0, chunk)[0].sum()
@@ -113,5 +135,7 @@ def test_no_array_of_tokens_by_vocabulary_is_held_forward_or_backward():
 
 
 def test_a_chunk_that_does_not_divide_the_row_is_refused():
-  with pytest.raises(ValueError, match="chunk=5 does not divide the row length 12; choose a divisor"):
+  with pytest.raises(
+    ValueError, match="chunk=5 does not divide the row length 12; choose a divisor"
+  ):
     computed(*problem(), 1.0, 5)

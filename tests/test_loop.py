@@ -1,16 +1,22 @@
 """The agent loop, driven through every branch by a scripted sampler over a byte-level tokenizer.
 
-Ends of a rollout: answer at once; answer after searches; last turn spent on a search that comes too late;
-  last turn spent on nothing; total budget full in a turn; no room for an observation, for the correction.
-Turns: search with hits; search without hits; empty query; no tag at all; unclosed tag; turn cut at its
-  length; end-of-text token; empty generation; text after the closing tag in its token; a tag opened twice;
-  an answer left open before a search; the wrong closing tag.
-Observations: whole; passages dropped whole; first passage cut at a token, at a character; tags neutralised.
-Forced searches: 0 to max_turns; a forced turn left open, with and without room to close it.
-Faults: generation lost (nothing, some tokens, tokens without log-probs); sampler runs on after a stop, after
-  end-of-text, over its limit; retriever error, wrong number of results; prompt too long for some and for all.
-Interface: poll returns nothing; poll returns what was not asked; missing log-probs; settings out of range.
-Driver: one retriever call a round; distinct queries; results independent of the order in which generations
+Ends of a rollout: answer at once; answer after searches; last turn spent on a search that comes too
+late;
+  last turn spent on nothing; total budget full in a turn; no room for an observation, for the
+  correction.
+Turns: search with hits; search without hits; empty query; no tag at all; unclosed tag; turn cut at
+its
+  length; end-of-text token; empty generation; text after the closing tag in its token; a tag opened
+  twice; an answer left open before a search; the wrong closing tag.
+Observations: whole; passages dropped whole; first passage cut at a token, at a character; tags
+neutralised. Forced searches: 0 to max_turns; a forced turn left open, with and without room to
+close it. Faults: generation lost (nothing, some tokens, tokens without log-probs); sampler runs on
+after a stop, after
+  end-of-text, over its limit; retriever error, wrong number of results; prompt too long for some
+  and for all.
+Interface: poll returns nothing; poll returns what was not asked; missing log-probs; settings out of
+range. Driver: one retriever call a round; distinct queries; results independent of the order in
+which generations
   end; progress.
 """
 
@@ -20,11 +26,11 @@ import random
 from hypothesis import given, settings, strategies
 import pytest
 
+from stratified.agents import limits as limits_lib
+from stratified.agents import loop, tags
+from stratified.agents.limits import Limits
 from stratified.retrieval.corpus import Passage, RetrieverError
-from stratified.rollout import limits as limits_lib
-from stratified.rollout import loop, tags
-from stratified.rollout.limits import Limits
-from stratified.rollout.sampler import Completion
+from stratified.sampling.interface import Completion
 from stratified.types import Question
 
 EOS = 256
@@ -41,14 +47,17 @@ class Tokenizer:
 
   def decode(self, token_ids):
     special = {TAIL: b">\nx", EOS: b"<|end|>"}
-    return b"".join(special.get(token) or bytes([token]) for token in token_ids).decode(errors="replace")
+    return b"".join(special.get(token) or bytes([token]) for token in token_ids).decode(
+      errors="replace"
+    )
 
 
 class Sampler:
-  """Plays `script[question, sample]`, a list of turns; a turn is text, token ids, or a Completion's fields.
+  """Plays `script[question, sample]`, a list of turns; a turn is text, token ids, or a Completion's
+  fields.
 
-  Text is played as a sampler would: up to the token that completes a stop string, or to max_new_tokens.
-  `shuffle` makes poll return some of what is ready, in a random order.
+  Text is played as a sampler would: up to the token that completes a stop string, or to
+  max_new_tokens. `shuffle` makes poll return some of what is ready, in a random order.
   """
 
   def __init__(self, script, shuffle=None):
@@ -63,7 +72,9 @@ class Sampler:
 
   def complete(self, request, turn):
     if isinstance(turn, dict):
-      return Completion(**{"key": request.key, "token_ids": (), "log_probs": (), "finish": "stop", **turn})
+      return Completion(
+        **{"key": request.key, "token_ids": (), "log_probs": (), "finish": "stop", **turn}
+      )
     token_ids, finish = [], "length"
     for token in Tokenizer().encode(turn) if isinstance(turn, str) else turn:
       token_ids.append(token)
@@ -76,7 +87,9 @@ class Sampler:
     return Completion(request.key, tuple(token_ids), log_probs, finish)
 
   def poll(self):
-    count = self.random.randint(1, len(self.ready)) if self.random and self.ready else len(self.ready)
+    count = (
+      self.random.randint(1, len(self.ready)) if self.random and self.ready else len(self.ready)
+    )
     if self.random:
       self.random.shuffle(self.ready)
     out, self.ready = self.ready[:count], self.ready[count:]
@@ -102,23 +115,41 @@ class Retriever:
 
 
 PAGES = {
-    "Oslo": [Passage("7", "Oslo", "Oslo is a city."), Passage("8", "Oslo Fjord", "A fjord.")],
-    "Bergen": [Passage("9", "Bergen", "Bergen is a town.")],
+  "Oslo": [Passage("7", "Oslo", "Oslo is a city."), Passage("8", "Oslo Fjord", "A fjord.")],
+  "Bergen": [Passage("9", "Bergen", "Bergen is a town.")],
 }
 QUESTION = Question("q0", "Where?", ("Oslo",))
-WIDE = Limits(max_turns=3, max_turn_tokens=60, max_observation_tokens=120, max_tokens=600, topk=2,
-              answer_tokens=30)
+WIDE = Limits(
+  max_turns=3,
+  max_turn_tokens=60,
+  max_observation_tokens=120,
+  max_tokens=600,
+  topk=2,
+  answer_tokens=30,
+)
 PROMPT = "Question: Where?\n"
 NO_SEARCH = "<information>No search.</information>"
 NOTHING = "<information>No passages found.</information>"
-OSLO = "<information>Doc 1(Title: Oslo) Oslo is a city.\nDoc 2(Title: Oslo Fjord) A fjord.</information>"
+OSLO = (
+  "<information>Doc 1(Title: Oslo) Oslo is a city.\nDoc 2(Title: Oslo Fjord) A fjord.</information>"
+)
 ASK, SAY = "<search> Oslo </search>", "<answer> Oslo </answer>"
 
 
-def collect(questions, sampler, retriever=None, *, protocol=None, limits=WIDE, samples=1, step=0, **options):
+def collect(
+  questions, sampler, retriever=None, *, protocol=None, limits=WIDE, samples=1, step=0, **options
+):
   return loop.collect(
-      questions, sampler=sampler, retriever=retriever or Retriever(PAGES), tokenizer=Tokenizer(),
-      protocol=protocol or tags.short(), limits=limits, samples_per_question=samples, step=step, **options)
+    questions,
+    sampler=sampler,
+    retriever=retriever or Retriever(PAGES),
+    tokenizer=Tokenizer(),
+    protocol=protocol or tags.short(),
+    limits=limits,
+    samples_per_question=samples,
+    step=step,
+    **options,
+  )
 
 
 def play(*turns, limits=WIDE, pages=PAGES, retriever=None, protocol=None, **changes):
@@ -126,7 +157,9 @@ def play(*turns, limits=WIDE, pages=PAGES, retriever=None, protocol=None, **chan
   sampler = Sampler({(0, 0): turns})
   retriever = retriever or Retriever(pages)
   limits = dataclasses.replace(limits, **changes)
-  (trajectory,), = collect([QUESTION], sampler, retriever, protocol=protocol, limits=limits, step=5)
+  ((trajectory,),) = collect(
+    [QUESTION], sampler, retriever, protocol=protocol, limits=limits, step=5
+  )
   check(trajectory, sampler, limits)
   return trajectory, sampler, retriever
 
@@ -145,9 +178,11 @@ def check(trajectory, sampler, limits, question=0):
       assert segment.log_probs == ()
     context += segment.token_ids
   fed = [r.token_ids for r in requests]
-  assert [f for f in fed if f in starts] == starts, "a generation did not start from the segments before it"
+  assert [f for f in fed if f in starts] == starts, (
+    "a generation did not start from the segments before it"
+  )
   for earlier, later in zip(requests, requests[1:]):
-    assert later.token_ids[:len(earlier.token_ids)] == earlier.token_ids
+    assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
     assert not earlier.last, "a rollout went on after a request that was called the last"
   assert trajectory.token_ids == context
   if trajectory.fault is None:
@@ -176,19 +211,27 @@ def test_an_answer_at_once_ends_the_rollout():
   assert (trajectory.num_searches, trajectory.num_invalid, trajectory.sample) == (0, 0, 0)
   assert trajectory.weight_version == 5 and retriever.calls == []
   (request,) = sampler.requests
-  assert request.key == (5, 0, 0) and request.stop == ("</search>", "</answer>") and not request.last
+  assert (
+    request.key == (5, 0, 0) and request.stop == ("</search>", "</answer>") and not request.last
+  )
   assert request.max_new_tokens == WIDE.max_turn_tokens
 
 
 def test_searches_are_fed_back_and_counted():
   trajectory, sampler, retriever = play("<think> hm </think>" + ASK, "<search>Bergen</search>", SAY)
   assert texts(trajectory) == [
-      ("prompt", PROMPT), ("policy", "<think> hm </think>" + ASK), ("observation", OSLO),
-      ("policy", "<search>Bergen</search>"),
-      ("observation", "<information>Doc 1(Title: Bergen) Bergen is a town.</information>"), ("policy", SAY)]
+    ("prompt", PROMPT),
+    ("policy", "<think> hm </think>" + ASK),
+    ("observation", OSLO),
+    ("policy", "<search>Bergen</search>"),
+    ("observation", "<information>Doc 1(Title: Bergen) Bergen is a town.</information>"),
+    ("policy", SAY),
+  ]
   assert kinds(trajectory) == ["search", "search", "answer"] and trajectory.num_searches == 2
   assert [(s.query, s.outcome, s.passage_ids) for s in trajectory.searches] == [
-      ("Oslo", "hit", ("7", "8")), ("Bergen", "hit", ("9",))]
+    ("Oslo", "hit", ("7", "8")),
+    ("Bergen", "hit", ("9",)),
+  ]
   assert retriever.calls == [(["Oslo"], 2), (["Bergen"], 2)]
 
 
@@ -222,9 +265,21 @@ def test_invalid_turns_cost_turns_and_the_last_gets_no_correction():
 # ---------------------------------------------------------------- what a turn is taken for
 
 
-@pytest.mark.parametrize("turn", [
-    "no tag", "<search> Oslo", "<answer> Oslo", "</search>", "Oslo </answer>", "<search> Oslo </answer>",
-    "<answer> Oslo </search>", "<Search> Oslo </Search>", "< search > Oslo </ search >", ""])
+@pytest.mark.parametrize(
+  "turn",
+  [
+    "no tag",
+    "<search> Oslo",
+    "<answer> Oslo",
+    "</search>",
+    "Oslo </answer>",
+    "<search> Oslo </answer>",
+    "<answer> Oslo </search>",
+    "<Search> Oslo </Search>",
+    "< search > Oslo </ search >",
+    "",
+  ],
+)
 def test_a_turn_without_a_completed_action_is_corrected(turn):
   trajectory, _, retriever = play(turn, SAY)
   assert kinds(trajectory) == ["invalid", "answer"] and retriever.calls == []
@@ -233,7 +288,9 @@ def test_a_turn_without_a_completed_action_is_corrected(turn):
   assert trajectory.answer == "Oslo" and trajectory.num_invalid == 1
 
 
-@pytest.mark.parametrize("turn, action", [
+@pytest.mark.parametrize(
+  "turn, action",
+  [
     ("<search> a <search> b </search>", tags.Action("search", ("b",))),
     ("<answer> a <search> b </search>", tags.Action("search", ("b",))),
     ("<answer> a <answer> b </answer>", tags.Action("answer", answer="b")),
@@ -244,7 +301,8 @@ def test_a_turn_without_a_completed_action_is_corrected(turn):
     ("<search> a\n b </search> tail", tags.Action("search", ("a\n b",))),
     ("<answer></answer>", tags.Action("answer", answer="")),
     ("<information>x</information>", tags.Action("invalid")),
-])
+  ],
+)
 def test_the_action_completed_first_is_taken(turn, action):
   assert tags.parse(turn) == action
 
@@ -252,7 +310,9 @@ def test_the_action_completed_first_is_taken(turn, action):
 def test_two_searches_in_one_turn_run_the_first_and_the_second_never_enters():
   trajectory, _, retriever = play(ASK + "<search> Bergen </search>", SAY)
   assert retriever.calls == [(["Oslo"], 2)]
-  assert trajectory.turns[0].text == ASK and "Bergen" not in "".join(t for _, t in texts(trajectory))
+  assert trajectory.turns[0].text == ASK and "Bergen" not in "".join(
+    t for _, t in texts(trajectory)
+  )
 
 
 def test_a_token_that_runs_past_the_closing_tag_is_kept_whole_and_its_tail_ignored():
@@ -287,13 +347,19 @@ def test_an_answer_split_by_a_correction_is_none():
 def test_finding_nothing_is_ordinary():
   trajectory, _, _ = play("<search> Москва 東京 </search>", SAY)
   assert texts(trajectory)[2] == ("observation", NOTHING)
-  assert [(s.query, s.outcome, s.passage_ids) for s in trajectory.searches] == [("Москва 東京", "empty", ())]
+  assert [(s.query, s.outcome, s.passage_ids) for s in trajectory.searches] == [
+    ("Москва 東京", "empty", ())
+  ]
 
 
 @pytest.mark.parametrize("turn", ["<search></search>", "<search>  \n </search>"])
 def test_an_empty_query_is_a_search_that_finds_nothing_and_asks_nobody(turn):
   trajectory, _, retriever = play(turn, SAY, retriever=Retriever({"": PAGES["Oslo"]}))
-  assert trajectory.num_searches == 1 and trajectory.searches[0].outcome == "empty" and retriever.calls == []
+  assert (
+    trajectory.num_searches == 1
+    and trajectory.searches[0].outcome == "empty"
+    and retriever.calls == []
+  )
   assert texts(trajectory)[2] == ("observation", NOTHING)
 
 
@@ -326,16 +392,21 @@ def test_a_cut_never_leaves_half_a_character(cut):
 
 
 @settings(max_examples=100, deadline=None)
-@given(strategies.lists(strategies.text(max_size=30), min_size=1, max_size=4), strategies.integers(28, 150))
+@given(
+  strategies.lists(strategies.text(max_size=30), min_size=1, max_size=4),
+  strategies.integers(28, 150),
+)
 def test_every_observation_fits_is_closed_and_is_a_prefix_of_the_whole(passages, limit):
   tokenizer = Tokenizer()
-  information = tags.short().information([[Passage(str(i), "T", text) for i, text in enumerate(passages)]])
+  information = tags.short().information(
+    [[Passage(str(i), "T", text) for i, text in enumerate(passages)]]
+  )
   encode = lambda text: tuple(tokenizer.encode(text))
   token_ids = limits_lib.fit(information, limit, encode, tokenizer.decode)
   whole = encode(information.opening + "".join(information.pieces))
   closing = encode("</information>")
-  assert len(token_ids) <= limit and token_ids[-len(closing):] == closing
-  assert whole[:len(token_ids) - len(closing)] == token_ids[:-len(closing)]
+  assert len(token_ids) <= limit and token_ids[-len(closing) :] == closing
+  assert whole[: len(token_ids) - len(closing)] == token_ids[: -len(closing)]
   text = tokenizer.decode(token_ids)
   assert text.count("<information>") == 1 == text.count("</information>")
 
@@ -347,12 +418,16 @@ def test_tags_in_titles_and_passages_are_neutralised():
   text = texts(trajectory)[2][1]
   for mark in ("<answer>", "</answer>", "<search>", "</search>", "<|im_end|>", "</s>", "<THINK>"):
     assert mark not in text
-  assert text.count("</information>") == 1 and text.endswith("</information>") and "1 < 2 <3" in text
+  assert (
+    text.count("</information>") == 1 and text.endswith("</information>") and "1 < 2 <3" in text
+  )
   assert trajectory.answer == "Oslo" and kinds(trajectory) == ["search", "invalid", "answer"]
 
 
 def test_a_tag_split_over_title_and_text_does_not_form():
-  text = tags.short().information([[Passage("1", "a <", "answer> b"), Passage("2", "<", "/answer>")]])
+  text = tags.short().information(
+    [[Passage("1", "a <", "answer> b"), Passage("2", "<", "/answer>")]]
+  )
   assert not any(tag in "".join(text.pieces) for tag in ("<answer>", "</answer>"))
 
 
@@ -394,7 +469,9 @@ def test_a_turn_stops_where_the_total_budget_ends():
 
 def test_the_final_generation_says_which_budget_ended_it():
   assert play("x" * 100, max_turns=0, max_tokens=len(PROMPT) + 40)[0].stop == "length"
-  assert play("x" * 100, max_turns=0, max_turn_tokens=39, max_tokens=len(PROMPT) + 40)[0].stop == "turns"
+  assert (
+    play("x" * 100, max_turns=0, max_turn_tokens=39, max_tokens=len(PROMPT) + 40)[0].stop == "turns"
+  )
 
 
 def test_a_prompt_that_does_not_fit_is_a_fault_and_the_question_is_never_cut():
@@ -416,7 +493,9 @@ def test_the_longest_prompt_that_fits_is_used():
 
 
 def test_no_prompt_that_fits_is_an_error_before_any_work():
-  with pytest.raises(ValueError, match="no question fits.*'q0'.*prompt takes 17 tokens.*at least 47"):
+  with pytest.raises(
+    ValueError, match="no question fits.*'q0'.*prompt takes 17 tokens.*at least 47"
+  ):
     play(SAY, max_tokens=46)
   assert play(SAY, max_tokens=47)[0].answer == "Oslo"
 
@@ -429,8 +508,11 @@ def test_forced_searches_are_made_exactly(n):
   turns = [" Oslo </search>"] * n + [" Oslo </answer>"]
   trajectory, sampler, retriever = play(*turns, forced_searches=n)
   assert trajectory.num_searches == n == len(retriever.calls) and trajectory.answer == "Oslo"
-  openings = [text for origin, text in texts(trajectory) if origin == "observation" and text in
-              ("<search>", "<answer>")]
+  openings = [
+    text
+    for origin, text in texts(trajectory)
+    if origin == "observation" and text in ("<search>", "<answer>")
+  ]
   assert openings == ["<search>"] * n + ["<answer>"]
   assert [text for origin, text in texts(trajectory) if origin == "policy"] == turns
   assert [r.stop for r in sampler.requests] == [("</search>",)] * n + [("</answer>",)]
@@ -438,12 +520,22 @@ def test_forced_searches_are_made_exactly(n):
 
 
 def test_a_forced_turn_takes_only_its_own_tag_and_is_closed_for_the_policy():
-  trajectory, _, retriever = play("Oslo</answer> y", Tokenizer().encode(" Oslo") + [EOS], forced_searches=1)
+  trajectory, _, retriever = play(
+    "Oslo</answer> y", Tokenizer().encode(" Oslo") + [EOS], forced_searches=1
+  )
   assert retriever.calls == [(["Oslo</answer> y"], 2)] and trajectory.answer == "Oslo"
   assert kinds(trajectory) == ["search", "answer"] and trajectory.num_invalid == 0
   origins = [origin for origin, _ in texts(trajectory)]
-  assert origins == ["prompt", "observation", "policy", "observation", "observation", "observation", "policy",
-                     "observation"]
+  assert origins == [
+    "prompt",
+    "observation",
+    "policy",
+    "observation",
+    "observation",
+    "observation",
+    "policy",
+    "observation",
+  ]
   assert texts(trajectory)[3][1] == "</search>" and texts(trajectory)[-1][1] == "</answer>"
 
 
@@ -456,8 +548,12 @@ def test_a_forced_answer_that_fills_the_budget_is_taken_as_it_stands():
 def test_the_room_kept_for_an_answer_includes_its_forced_opening():
   before = len(PROMPT) + len("<search>") + len("Oslo</search>")
   room = before + len(OSLO) + len("<answer>") + 30
-  assert OSLO in [t for _, t in texts(play("Oslo</search>", SAY, forced_searches=1, max_tokens=room)[0])]
-  trajectory, sampler, _ = play("Oslo</search>", " a </answer>", forced_searches=1, max_tokens=room - 1)
+  assert OSLO in [
+    t for _, t in texts(play("Oslo</search>", SAY, forced_searches=1, max_tokens=room)[0])
+  ]
+  trajectory, sampler, _ = play(
+    "Oslo</search>", " a </answer>", forced_searches=1, max_tokens=room - 1
+  )
   assert OSLO not in [t for _, t in texts(trajectory)] and sampler.requests[1].max_new_tokens >= 30
   with pytest.raises(ValueError, match="at least 55"):
     play(SAY, forced_searches=0, max_tokens=54)
@@ -474,8 +570,14 @@ def test_the_room_kept_is_that_of_the_opening_that_follows_the_search():
   protocol = LongOpening(template="Q: {question}", before="", after="")
   room = len("Q: Where?<search>Oslo</search>") + len(OSLO) + len("I answer: <answer>") + 30
   for short, shown in ((0, True), (1, False)):
-    trajectory, sampler, _ = play("Oslo</search>", " a </answer>", forced_searches=1, max_tokens=room - short,
-                                  max_observation_tokens=200, protocol=protocol)
+    trajectory, sampler, _ = play(
+      "Oslo</search>",
+      " a </answer>",
+      forced_searches=1,
+      max_tokens=room - short,
+      max_observation_tokens=200,
+      protocol=protocol,
+    )
     assert (OSLO in [t for _, t in texts(trajectory)]) == shown and trajectory.answer == "a"
     assert sampler.requests[1].max_new_tokens >= 30
 
@@ -491,12 +593,17 @@ def test_a_forced_search_without_room_ends_the_rollout():
 LOST = {"finish": "fault", "fault": "the server went away"}
 
 
-@pytest.mark.parametrize("lost, kept", [
-    (LOST, 0), ({**LOST, "token_ids": (65, 66), "log_probs": (-1.0, -2.0)}, 2),
-    ({**LOST, "token_ids": (65, 66)}, 0)])
+@pytest.mark.parametrize(
+  "lost, kept",
+  [
+    (LOST, 0),
+    ({**LOST, "token_ids": (65, 66), "log_probs": (-1.0, -2.0)}, 2),
+    ({**LOST, "token_ids": (65, 66)}, 0),
+  ],
+)
 def test_a_lost_generation_loses_its_rollout_and_no_other(lost, kept):
   sampler = Sampler({(0, 0): [ASK, lost], (0, 1): [ASK, SAY]})
-  (bad, good), = collect([QUESTION], sampler, samples=2)
+  ((bad, good),) = collect([QUESTION], sampler, samples=2)
   assert (bad.fault, bad.stop, bad.answer) == ("the server went away", "fault", None)
   assert bad.num_policy_tokens == len(ASK) + kept and bad.num_searches == 1
   assert (good.fault, good.answer) == (None, "Oslo")
@@ -506,10 +613,14 @@ def test_a_fault_without_a_reason_still_has_one():
   assert play({"finish": "fault"})[0].fault == "the sampler lost this generation without saying why"
 
 
-@pytest.mark.parametrize("token_ids, message", [
+@pytest.mark.parametrize(
+  "token_ids, message",
+  [
     (Tokenizer().encode(ASK + " more"), "went on after </search>"),
     ([65, EOS, 66], "went on after the end-of-text token"),
-    ([65] * 61, "61 tokens where at most 60")])
+    ([65] * 61, "61 tokens where at most 60"),
+  ],
+)
 def test_a_sampler_that_does_not_stop_is_a_fault(token_ids, message):
   turn = {"token_ids": tuple(token_ids), "log_probs": (-1.0,) * len(token_ids)}
   trajectory, _, retriever = play(turn)
@@ -521,14 +632,25 @@ def test_log_probs_that_are_missing_are_an_error():
     play({"token_ids": (65, 66), "log_probs": (-1.0,)})
 
 
-@pytest.mark.parametrize("retriever, message", [
-    (Retriever(error=RetrieverError("no reply in 10 s")), "the search for 'Oslo' failed: no reply in 10 s"),
-    (Retriever(results=[[], [], []]), "3 results for 1 queries")])
+@pytest.mark.parametrize(
+  "retriever, message",
+  [
+    (
+      Retriever(error=RetrieverError("no reply in 10 s")),
+      "the search for 'Oslo' failed: no reply in 10 s",
+    ),
+    (Retriever(results=[[], [], []]), "3 results for 1 queries"),
+  ],
+)
 def test_a_failed_search_loses_every_rollout_of_its_round_and_no_other(retriever, message):
   sampler = Sampler({(0, 0): [ASK], (0, 1): [SAY], (1, 0): [ASK], (1, 1): ["x", SAY]})
   groups = collect([QUESTION, QUESTION], sampler, retriever, samples=2)
   faults = [[trajectory.fault for trajectory in group] for group in groups]
-  assert message in faults[0][0] and faults[0][0] == faults[1][0] and faults[0][1] is faults[1][1] is None
+  assert (
+    message in faults[0][0]
+    and faults[0][0] == faults[1][0]
+    and faults[0][1] is faults[1][1] is None
+  )
   assert len(retriever.calls) == 1 and groups[0][0].searches[0].outcome == "error"
   assert [t.stop for group in groups for t in group] == ["fault", "answer", "fault", "answer"]
 
@@ -552,23 +674,38 @@ def test_a_generation_that_nobody_asked_for_is_an_error():
 
 def many(shuffle=None, reverse=False):
   """Four questions with three samples each, of different lengths and kinds."""
-  script = {(q, k): [ASK] * ((q + k) % 3) + ["x"] * (k == 1) + [f"<search> {q} </search>"] * (q == 2) + [SAY]
-            for q in range(4) for k in range(3)}
+  script = {
+    (q, k): [ASK] * ((q + k) % 3)
+    + ["x"] * (k == 1)
+    + [f"<search> {q} </search>"] * (q == 2)
+    + [SAY]
+    for q in range(4)
+    for k in range(3)
+  }
   questions = [Question(f"q{q}", "Where?" * (q + 1), ("Oslo",)) for q in range(4)]
   sampler, retriever = Sampler(script, shuffle), Retriever(PAGES)
   if reverse:
     poll = sampler.poll
     sampler.poll = lambda: poll()[::-1]
   progress = []
-  groups = collect(questions, sampler, retriever, limits=dataclasses.replace(WIDE, max_turns=5), samples=3,
-                   step=1, weight_version=9, progress=lambda done, total: progress.append((done, total)))
+  groups = collect(
+    questions,
+    sampler,
+    retriever,
+    limits=dataclasses.replace(WIDE, max_turns=5),
+    samples=3,
+    step=1,
+    weight_version=9,
+    progress=lambda done, total: progress.append((done, total)),
+  )
   return groups, sampler, retriever, progress
 
 
 def test_groups_come_back_in_order_and_share_their_prompt():
   groups, sampler, _, progress = many()
   assert [[(t.question.id, t.sample) for t in group] for group in groups] == [
-      [(f"q{q}", k) for k in range(3)] for q in range(4)]
+    [(f"q{q}", k) for k in range(3)] for q in range(4)
+  ]
   for q, group in enumerate(groups):
     assert len({t.segments[0].token_ids for t in group}) == 1
     for trajectory in group:
@@ -581,8 +718,9 @@ def test_groups_come_back_in_order_and_share_their_prompt():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_searches_of_a_round_are_one_call_with_distinct_queries(reverse):
   bergen = "<search> Bergen </search>"
-  sampler = Sampler({(0, 0): [ASK, bergen, SAY], (0, 1): [bergen, SAY], (1, 0): [SAY],
-                     (1, 1): [ASK, ASK, SAY]})
+  sampler = Sampler(
+    {(0, 0): [ASK, bergen, SAY], (0, 1): [bergen, SAY], (1, 0): [SAY], (1, 1): [ASK, ASK, SAY]}
+  )
   retriever, poll = Retriever(PAGES), sampler.poll
   if reverse:
     sampler.poll = lambda: poll()[::-1]
@@ -613,17 +751,38 @@ def test_an_empty_step_is_an_empty_list():
 
 
 def words(length):
-  return strategies.sampled_from([
-      ASK, "<search> Bergen </search>", "<search></search>", "x", "<answer> Oslo", SAY, "y" * length,
-      "<think> a </think>" + ASK, "</answer>", ""])
+  return strategies.sampled_from(
+    [
+      ASK,
+      "<search> Bergen </search>",
+      "<search></search>",
+      "x",
+      "<answer> Oslo",
+      SAY,
+      "y" * length,
+      "<think> a </think>" + ASK,
+      "</answer>",
+      "",
+    ]
+  )
 
 
 @settings(max_examples=200, deadline=None)
-@given(strategies.data(), strategies.integers(0, 4), strategies.integers(1, 70),
-       strategies.integers(37, 150), strategies.integers(65, 500), strategies.integers(1, 40),
-       strategies.none() | strategies.integers(0, 4))
-def test_any_script_under_any_budget_ends_within_it(data, turns, turn, observation, total, answer, forced):
-  limits = Limits(turns, turn, observation, total, 2, answer, None if forced is None else min(forced, turns))
+@given(
+  strategies.data(),
+  strategies.integers(0, 4),
+  strategies.integers(1, 70),
+  strategies.integers(37, 150),
+  strategies.integers(65, 500),
+  strategies.integers(1, 40),
+  strategies.none() | strategies.integers(0, 4),
+)
+def test_any_script_under_any_budget_ends_within_it(
+  data, turns, turn, observation, total, answer, forced
+):
+  limits = Limits(
+    turns, turn, observation, total, 2, answer, None if forced is None else min(forced, turns)
+  )
   script = data.draw(strategies.lists(words(80), min_size=turns + 1, max_size=turns + 1))
   trajectory, sampler, retriever = play(*script, limits=limits)
   assert trajectory.stop in ("answer", "turns", "length") and trajectory.fault is None
@@ -655,13 +814,16 @@ def test_a_chat_template_is_applied_to_the_message():
 
 
 def test_worked_examples_in_a_prompt_are_never_taken_for_the_policys_answer():
-  trajectory, _, _ = play("x", max_turns=0, protocol=tags.few_shot(), max_tokens=4000,
-                          max_observation_tokens=300)
+  trajectory, _, _ = play(
+    "x", max_turns=0, protocol=tags.few_shot(), max_tokens=4000, max_observation_tokens=300
+  )
   assert "<answer> Mary Shelley </answer>" in texts(trajectory)[0][1] and trajectory.answer is None
 
 
 def test_the_long_wording_surrounds_observations_with_blank_lines():
-  trajectory, _, _ = play(ASK, SAY, protocol=tags.search_r1(), max_tokens=4000, max_observation_tokens=300)
+  trajectory, _, _ = play(
+    ASK, SAY, protocol=tags.search_r1(), max_tokens=4000, max_observation_tokens=300
+  )
   assert texts(trajectory)[2][1] == f"\n\n{OSLO}\n\n"
 
 
@@ -670,7 +832,9 @@ def test_a_template_without_the_question_is_refused():
     tags.SearchTags(template="Answer!")
 
 
-@pytest.mark.parametrize("change, message", [
+@pytest.mark.parametrize(
+  "change, message",
+  [
     ({"max_turns": -1}, "max_turns is -1; it must be at least 0"),
     ({"max_turn_tokens": 0}, "max_turn_tokens is 0; it must be at least 1"),
     ({"max_observation_tokens": 0}, "max_observation_tokens is 0"),
@@ -679,7 +843,8 @@ def test_a_template_without_the_question_is_refused():
     ({"answer_tokens": 600}, "answer_tokens is 600, which leaves nothing of max_tokens"),
     ({"forced_searches": 4}, "forced_searches is 4; it must lie between 0 and max_turns"),
     ({"forced_searches": -1}, "forced_searches is -1"),
-])
+  ],
+)
 def test_limits_out_of_range_are_refused_with_the_rule(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(WIDE, **change)

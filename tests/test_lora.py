@@ -1,4 +1,5 @@
-"""LoRA: the thin products are the merged weights, their gradient the dense one projected, and nothing else is trained."""
+"""LoRA: the thin products are the merged weights, their gradient the dense one projected, and
+nothing else is trained."""
 
 import dataclasses
 import functools
@@ -12,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from small_rollouts import collate, decoder_config, parameters, random_groups
-from stratified import advantages, batching, optimizer, update
+
+from stratified import advantages
+from stratified.learner import batching, optimizer, update
 from stratified.policy import decoder, layers, lora
 
 # Sizes that all differ, so that a product is known by its shape.
@@ -28,8 +30,10 @@ PROGRAM = pathlib.Path(__file__).with_name("sharded_adapters.py")
 def adapters_of(config=CONFIG, adapter=LORA, seed=2):
   """Adapters as training might leave them: neither factor zero."""
   rng = np.random.default_rng(seed)
-  return {name: rng.standard_normal(w.shape).astype(np.float32) * np.float32(0.3)
-          for name, w in lora.weights(config, adapter).items()}
+  return {
+    name: rng.standard_normal(w.shape).astype(np.float32) * np.float32(0.3)
+    for name, w in lora.weights(config, adapter).items()
+  }
 
 
 def packed(config, seed=0):
@@ -44,14 +48,19 @@ def packed(config, seed=0):
 @pytest.mark.parametrize("targets", [tuple(layers.LINEAR), ("v", "o"), ("down",)], ids=",".join)
 @pytest.mark.parametrize("switches", [{}, EVERY], ids=["plain", "biases and norms"])
 def test_thin_products_beside_the_weights_equal_merged_weights(switches, targets):
-  config, adapter = dataclasses.replace(CONFIG, **switches), dataclasses.replace(LORA, targets=targets)
+  config, adapter = (
+    dataclasses.replace(CONFIG, **switches),
+    dataclasses.replace(LORA, targets=targets),
+  )
   frozen, adapters = parameters(config), adapters_of(config, adapter)
   hidden = jax.jit(functools.partial(decoder.hidden, config))
   merged = lora.merge(config, adapter, frozen, adapters)
   expected, plain = hidden(merged, *packed(config)), hidden(frozen, *packed(config))
   found = hidden(lora.join(adapter, frozen, adapters), *packed(config))
   assert np.abs(expected - plain).max() > 0.1
-  np.testing.assert_allclose(found, expected, atol=2e-5)  # float32: two thin products round otherwise than one
+  np.testing.assert_allclose(
+    found, expected, atol=2e-5
+  )  # float32: two thin products round otherwise than one
 
 
 def test_merging_adds_alpha_over_rank_times_a_b():
@@ -63,33 +72,49 @@ def test_merging_adds_alpha_over_rank_times_a_b():
     if name in LORA.targets:
       inputs = {"o": 18, "down": 28}.get(name, 20)
       a, b = np.float64(adapters[f"{name}_a"]), np.float64(adapters[f"{name}_b"])
-      expected = expected + 1.5 * (a.reshape(2, inputs, 4) @ b.reshape(2, 4, -1)).reshape(value.shape)
+      expected = expected + 1.5 * (a.reshape(2, inputs, 4) @ b.reshape(2, 4, -1)).reshape(
+        value.shape
+      )
     np.testing.assert_allclose(merged[name], expected, atol=1e-6, err_msg=name)
 
 
 def test_the_sampler_takes_either_form():
   frozen, adapters = parameters(CONFIG), adapters_of()
   token, position = np.arange(6)[None] % 32, np.arange(6)[None]
-  run = jax.jit(lambda params: decoder.extend(
-      CONFIG, decoder.unstack(CONFIG, params), token, position, decoder.empty_cache(CONFIG, 1, 8))[0])
+  run = jax.jit(
+    lambda params: decoder.extend(
+      CONFIG, decoder.unstack(CONFIG, params), token, position, decoder.empty_cache(CONFIG, 1, 8)
+    )[0]
+  )
   np.testing.assert_allclose(
-      run(lora.join(LORA, frozen, adapters)), run(lora.merge(CONFIG, LORA, frozen, adapters)), atol=2e-5)
+    run(lora.join(LORA, frozen, adapters)),
+    run(lora.merge(CONFIG, LORA, frozen, adapters)),
+    atol=2e-5,
+  )
 
 
 def test_new_adapters_change_no_bit():
   frozen, adapters = parameters(CONFIG), lora.init(CONFIG, LORA, jax.random.key(0))
-  assert all((np.asarray(value) == 0).all() == name.endswith("_b") for name, value in adapters.items())
+  assert all(
+    (np.asarray(value) == 0).all() == name.endswith("_b") for name, value in adapters.items()
+  )
   for name, value in lora.merge(CONFIG, LORA, frozen, adapters).items():
     np.testing.assert_array_equal(value, frozen[name])
   hidden = jax.jit(functools.partial(decoder.hidden, CONFIG))
-  np.testing.assert_array_equal(hidden(lora.join(LORA, frozen, adapters), *packed(CONFIG)), hidden(frozen, *packed(CONFIG)))
+  np.testing.assert_array_equal(
+    hidden(lora.join(LORA, frozen, adapters), *packed(CONFIG)), hidden(frozen, *packed(CONFIG))
+  )
 
 
 def test_a_layers_start_does_not_depend_on_which_others_have_adapters():
   key = jax.random.key(3)
-  every, one = (lora.init(CONFIG, dataclasses.replace(LORA, targets=t), key) for t in (LORA.targets, ("o",)))
+  every, one = (
+    lora.init(CONFIG, dataclasses.replace(LORA, targets=t), key) for t in (LORA.targets, ("o",))
+  )
   np.testing.assert_array_equal(every["o_a"], one["o_a"])
-  assert np.std(every["o_a"]) == pytest.approx(18 ** -0.5, rel=0.3)  # variance 1 / inputs, of 144 draws
+  assert np.std(every["o_a"]) == pytest.approx(
+    18**-0.5, rel=0.3
+  )  # variance 1 / inputs, of 144 draws
 
 
 def test_frozen_weights_in_bfloat16_take_float32_adapters():
@@ -99,13 +124,21 @@ def test_frozen_weights_in_bfloat16_take_float32_adapters():
   joined = lora.join(LORA, frozen, adapters)
   assert joined["q_a"].dtype == jnp.float32 and joined["q"].dtype == jnp.bfloat16
   hidden = jax.jit(functools.partial(decoder.hidden, config))
-  found, merged = (hidden(params, *packed(config)) for params in (
-      joined, lora.merge(config, LORA, frozen, adapters)))
-  assert found.dtype == jnp.bfloat16 and lora.merge(config, LORA, frozen, adapters)["q"].dtype == jnp.bfloat16
+  found, merged = (
+    hidden(params, *packed(config))
+    for params in (joined, lora.merge(config, LORA, frozen, adapters))
+  )
+  assert (
+    found.dtype == jnp.bfloat16
+    and lora.merge(config, LORA, frozen, adapters)["q"].dtype == jnp.bfloat16
+  )
   wide = {name: np.float32(value) for name, value in frozen.items()}
-  exact = jax.jit(functools.partial(decoder.hidden, CONFIG))(lora.join(LORA, wide, adapters), *packed(CONFIG))
+  exact = jax.jit(functools.partial(decoder.hidden, CONFIG))(
+    lora.join(LORA, wide, adapters), *packed(CONFIG)
+  )
   error = lambda x: np.sqrt(np.mean(np.square(np.float32(x) - exact)))
-  # Thin products round no worse than merged weights do: about 2^-8 of values near 1, over two layers.
+  # Thin products round no worse than merged weights do: about 2^-8 of values near 1, over two
+  # layers.
   assert 1e-3 < error(found) < 0.05 and error(found) < 1.5 * error(merged)
 
 
@@ -113,7 +146,8 @@ def test_frozen_weights_in_bfloat16_take_float32_adapters():
 
 
 def test_the_gradient_is_the_dense_one_projected():
-  """L(W + s A B): dL/dA = s dL/dW B^T and dL/dB = s A^T dL/dW, in float64 from the gradient at the merged weights."""
+  """L(W + s A B): dL/dA = s dL/dW B^T and dL/dB = s A^T dL/dW, in float64 from the gradient at the
+  merged weights."""
   frozen, adapters = parameters(CONFIG), adapters_of()
   target = np.random.default_rng(5).standard_normal((2, 12, 20)).astype(np.float32)
   loss = lambda params: (decoder.hidden(CONFIG, params, *packed(CONFIG)) * target).sum()
@@ -132,23 +166,40 @@ def test_the_gradient_is_the_dense_one_projected():
 def test_the_gradient_is_the_slope_of_the_loss():
   frozen, adapters = parameters(CONFIG), adapters_of()
   target = np.random.default_rng(5).standard_normal((2, 12, 20)).astype(np.float32)
-  loss = jax.jit(lambda x: (decoder.hidden(CONFIG, lora.join(LORA, frozen, x), *packed(CONFIG)) * target).sum())
+  loss = jax.jit(
+    lambda x: (decoder.hidden(CONFIG, lora.join(LORA, frozen, x), *packed(CONFIG)) * target).sum()
+  )
   way = adapters_of(seed=9)
   slope = sum((np.float64(g) * way[name]).sum() for name, g in jax.grad(loss)(adapters).items())
-  at = lambda step: float(loss({name: value + np.float32(step) * way[name] for name, value in adapters.items()}))
-  # A central difference's relative error grows with the step squared (4 % at 1e-2), float32's rounding with its inverse.
+  at = lambda step: float(
+    loss({name: value + np.float32(step) * way[name] for name, value in adapters.items()})
+  )
+  # A central difference's relative error grows with the step squared (4 % at 1e-2), float32's
+  # rounding with its inverse.
   assert (at(1e-3) - at(-1e-3)) / 2e-3 == pytest.approx(slope, rel=2e-3)
 
 
 def test_no_product_of_the_whole_weights_size_is_made_in_the_compiled_gradient():
-  """Neither A B nor the frozen weights' own gradient: a training step's memory and time are those of thin products."""
+  """Neither A B nor the frozen weights' own gradient: a training step's memory and time are those
+  of thin products."""
   frozen, adapters = parameters(CONFIG), adapters_of()
   loss = lambda x, frozen: decoder.hidden(CONFIG, lora.join(LORA, frozen, x), *packed(CONFIG)).sum()
+
   def made(function, *arguments):
     text = jax.jit(function).lower(*arguments).compile().as_text()
-    shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)}
-    return {tuple(sorted(s for s in shape if s > 1)) for shape in shapes} & {(20, 28), (18, 20), (3, 6, 20), (6, 20)}
-  assert made(jax.grad(lambda w, x: loss(x, w)), frozen, adapters)  # the search finds what it looks for
+    shapes = {
+      tuple(map(int, found.split(","))) for found in re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
+    }
+    return {tuple(sorted(s for s in shape if s > 1)) for shape in shapes} & {
+      (20, 28),
+      (18, 20),
+      (3, 6, 20),
+      (6, 20),
+    }
+
+  assert made(
+    jax.grad(lambda w, x: loss(x, w)), frozen, adapters
+  )  # the search finds what it looks for
   assert not made(jax.grad(loss), adapters, frozen)
 
 
@@ -159,14 +210,24 @@ def test_no_product_of_the_whole_weights_size_is_made_in_the_compiled_gradient()
 def step_of(mesh):
   chain = optimizer.make(learning_rate=1e-2)
   return chain, update.make_update(
-      mesh, CONFIG, chain, token_loss=update.policy_gradient(**LOSS), num_strata=3, adapter=LORA,
-      advantage=advantages.make("gn", num_strata=3))
+    mesh,
+    CONFIG,
+    chain,
+    token_loss=update.policy_gradient(**LOSS),
+    num_strata=3,
+    adapter=LORA,
+    advantage=advantages.make("gn", num_strata=3),
+  )
 
 
 def start(mesh):
   chain, step = step_of(mesh)
-  state = update.init_state(mesh, CONFIG, parameters(CONFIG), chain, with_reference=True, adapter=LORA, seed=7)
-  batch = batching.place(mesh, collate(random_groups(3, 3), rewards=np.float32([[1, 0, 0], [0, 1, 1], [1, 1, 0]])))
+  state = update.init_state(
+    mesh, CONFIG, parameters(CONFIG), chain, with_reference=True, adapter=LORA, seed=7
+  )
+  batch = batching.place(
+    mesh, collate(random_groups(3, 3), rewards=np.float32([[1, 0, 0], [0, 1, 1], [1, 1, 0]]))
+  )
   return step, state, batch
 
 
@@ -174,10 +235,13 @@ def test_the_policy_starts_at_its_reference_and_only_adapters_move(mesh):
   step, state, batch = start(mesh)
   before = jax.device_get(state.params)
   state, stats = step(state, batch)
-  # Equal weights: what is left is rounding, (1e-7)^2 in k3, where the two passes are compiled differently.
+  # Equal weights: what is left is rounding, (1e-7)^2 in k3, where the two passes are compiled
+  # differently.
   assert 0 <= float(stats["loss/kl"]) < 1e-12 and stats["grad/norm"] > 0
   after = jax.device_get(state.params)
-  assert all((before[name] != after[name]).any() == name.endswith("_b") for name in before)  # dL/dA = 0 while B = 0
+  assert all(
+    (before[name] != after[name]).any() == name.endswith("_b") for name in before
+  )  # dL/dA = 0 while B = 0
   state, stats = step(state, batch)
   assert float(stats["loss/kl"]) > 0
   assert all((before[name] != value).any() for name, value in jax.device_get(state.params).items())
@@ -188,10 +252,14 @@ def test_the_policy_starts_at_its_reference_and_only_adapters_move(mesh):
 
 def test_the_optimizer_and_the_checkpoint_know_adapters_alone(mesh):
   _, state, _ = start(mesh)
-  abstract = update.abstract_state(mesh, CONFIG, step_of(mesh)[0], with_reference=True, adapter=LORA)
+  abstract = update.abstract_state(
+    mesh, CONFIG, step_of(mesh)[0], with_reference=True, adapter=LORA
+  )
   kept = state._replace(reference=lora.fingerprint(state.reference))
   describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-  assert jax.tree.structure(kept) == jax.tree.structure(abstract) and describe(kept) == describe(abstract)
+  assert jax.tree.structure(kept) == jax.tree.structure(abstract) and describe(kept) == describe(
+    abstract
+  )
   adapters = sum(x.size for x in jax.tree.leaves(state.params))
   # 2 layers, rank 4: inputs + outputs of q, k, v, o, gate, up, down
   assert adapters == 2 * 4 * ((20 + 18) + 2 * (20 + 6) + (18 + 20) + 2 * (20 + 28) + (28 + 20))
@@ -214,12 +282,16 @@ def test_a_step_on_eight_devices_equals_one(sharded, sizes):
   arrays, facts = sharded
   for part in ("params", "gradient", "policy"):
     keys = sorted(key.split("/", 1)[1] for key in arrays if key.startswith(f"1x1x1/{part}/"))
-    found, expected = (np.concatenate([np.float64(arrays[f"{where}/{key}"]).ravel() for key in keys])
-                       for where in (sizes, "1x1x1"))
+    found, expected = (
+      np.concatenate([np.float64(arrays[f"{where}/{key}"]).ravel() for key in keys])
+      for where in (sizes, "1x1x1")
+    )
     assert np.linalg.norm(expected) > 1e-3
     assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected), part
   for name in ("loss/policy", "loss/kl", "grad/norm"):
-    np.testing.assert_allclose(arrays[f"{sizes}/stats/{name}"], arrays[f"1x1x1/stats/{name}"], rtol=2e-5)
+    np.testing.assert_allclose(
+      arrays[f"{sizes}/stats/{name}"], arrays[f"1x1x1/stats/{name}"], rtol=2e-5
+    )
   np.testing.assert_array_equal(arrays[f"{sizes}/fingerprint"], arrays["1x1x1/fingerprint"])
   assert facts[sizes] == {"compilations": 1, "as_abstract": True, "merged_in_place": True}
 
@@ -227,7 +299,11 @@ def test_a_step_on_eight_devices_equals_one(sharded, sizes):
 @pytest.mark.parametrize("sizes", ["1x8x1", "2x2x2"])
 def test_factors_are_split_where_their_weight_is_and_never_along_the_rank(sharded, sizes):
   _, fsdp, tensor = map(int, sizes.split("x"))
-  share = {name.split("/")[-1]: float(value) for name, value in sharded[0].items() if name.startswith(f"{sizes}/share/")}
+  share = {
+    name.split("/")[-1]: float(value)
+    for name, value in sharded[0].items()
+    if name.startswith(f"{sizes}/share/")
+  }
   for target in ("q", "k", "v", "gate", "up"):
     assert (share[f"{target}_a"], share[f"{target}_b"]) == (1 / fsdp, 1 / tensor), target
   for target in ("o", "down"):
@@ -243,30 +319,46 @@ def test_a_fingerprint_sees_one_bit_two_exchanged_values_and_another_dtype():
   assert same.shape == (len(params), 2) and same.dtype == np.uint32
   lora.check_fingerprint(dict(reversed(params.items())), same, "the model")
   q = params["q"]
-  changes = [q.at[1, 2, 0, 3].set(jnp.nextafter(q[1, 2, 0, 3], 9.0)), q.at[0].set(q[1]).at[1].set(q[0]),
-             q.at[0, :, 0, 0].set(q[0, ::-1, 0, 0]), q.astype(jnp.bfloat16), -q]
+  changes = [
+    q.at[1, 2, 0, 3].set(jnp.nextafter(q[1, 2, 0, 3], 9.0)),
+    q.at[0].set(q[1]).at[1].set(q[0]),
+    q.at[0, :, 0, 0].set(q[0, ::-1, 0, 0]),
+    q.astype(jnp.bfloat16),
+    -q,
+  ]
   for changed in changes:
-    with pytest.raises(ValueError, match=r"^the model has changed since these adapters .* \(q\); bring the old"):
+    with pytest.raises(
+      ValueError, match=r"^the model has changed since these adapters .* \(q\); bring the old"
+    ):
       lora.check_fingerprint(params | {"q": changed}, same, "the model")
 
 
 # --- Refused in words ---
 
 
-@pytest.mark.parametrize("changes, sentence", [
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
     (dict(rank=0), r"lora\.rank=0 must be at least 1; 0 in a run's config trains all"),
     (dict(alpha=0.0), r"lora\.alpha=0\.0 must be positive and finite"),
     (dict(alpha=float("inf")), r"lora\.alpha=inf must be positive and finite"),
-    (dict(targets=("q", "embed")), r"lora\.targets='q,embed' must name each layer once.*q,k,v,o,gate,up,down"),
+    (
+      dict(targets=("q", "embed")),
+      r"lora\.targets='q,embed' must name each layer once.*q,k,v,o,gate,up,down",
+    ),
     (dict(targets=()), r"lora\.targets='' must name each layer once, one at least"),
     (dict(targets=("q", "q")), r"lora\.targets='q,q' must name each layer once"),
-])
+  ],
+)
 def test_settings_out_of_range_are_refused(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
     dataclasses.replace(LORA, **changes)
 
 
 def test_a_rank_that_saves_nothing_is_refused():
-  with pytest.raises(ValueError, match=r"lora\.rank=6 must be below 6, the rank of k; lower it, or leave k out of lora"):
+  with pytest.raises(
+    ValueError,
+    match=r"lora\.rank=6 must be below 6, the rank of k; lower it, or leave k out of lora",
+  ):
     lora.weights(CONFIG, lora.LoraConfig(6, 1.0))
   assert lora.weights(CONFIG, lora.LoraConfig(6, 1.0, ("up",)))

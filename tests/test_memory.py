@@ -1,4 +1,5 @@
-"""Where the state lies, in which dtype, and what the update holds: none of it may change a number but by its rounding."""
+"""Where the state lies, in which dtype, and what the update holds: none of it may change a number
+but by its rounding."""
 
 import dataclasses
 
@@ -6,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from small_rollouts import collate, decoder_config, parameters, random_groups
-from stratified import advantages, batching, optimizer, update
-from stratified.checkpoint import Checkpointer
+
+from stratified import advantages
+from stratified.learner import batching, optimizer, update
 from stratified.policy import layers
+from stratified.runs.checkpoint import Checkpointer
 
 CONFIG = decoder_config(qkv_bias=True)
 CHAIN = optimizer.make(learning_rate=1e-2)
@@ -20,9 +22,17 @@ LOSS = dict(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3")
 def steps(mesh, config=CONFIG, host=(), count=2):
   """(state, stats) after `count` updates from the same parameters on the same rollouts."""
   learn = update.make_update(
-      mesh, config, CHAIN, token_loss=update.policy_gradient(**LOSS), advantage=advantages.make("gn", num_strata=3),
-      num_strata=3, host=host)
-  state = update.init_state(mesh, config, parameters(config, scale=2.0), CHAIN, with_reference=True, host=host)
+    mesh,
+    config,
+    CHAIN,
+    token_loss=update.policy_gradient(**LOSS),
+    advantage=advantages.make("gn", num_strata=3),
+    num_strata=3,
+    host=host,
+  )
+  state = update.init_state(
+    mesh, config, parameters(config, scale=2.0), CHAIN, with_reference=True, host=host
+  )
   batch = batching.place(mesh, collate(random_groups(3, 3, seed=2)))
   for _ in range(count):
     state, stats = learn(state, batch)
@@ -62,7 +72,11 @@ def test_the_reference_is_kept_in_the_dtypes_that_a_forward_pass_reads(mesh):
   for name, value in state.reference.items():
     assert value.dtype == ("float32" if name.endswith(("norm", "bias")) else "bfloat16"), name
   assert stats["loss/kl"] == 0.0  # before the first update it is the policy itself, to the last bit
-  assert all(value.dtype == "float32" for value in jax.tree.leaves((state.params, state.opt_state)) if value.ndim)
+  assert all(
+    value.dtype == "float32"
+    for value in jax.tree.leaves((state.params, state.opt_state))
+    if value.ndim
+  )
 
 
 def test_a_bfloat16_weights_gradient_is_summed_in_float32():
@@ -80,10 +94,12 @@ def test_a_bfloat16_weights_gradient_is_summed_in_float32():
 def test_a_linear_layers_gradients_are_those_that_differentiation_gives(name):
   rng = np.random.default_rng(0)
   shape = {"q": (6, 2, 4), "o": (2, 4, 6), "down": (8, 6)}[name]
-  inputs = shape[:layers.LINEAR[name]]
+  inputs = shape[: layers.LINEAR[name]]
   x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, *inputs), shape))
   plain = lambda x, w: jnp.tensordot(x, w, len(inputs))
   own = lambda x, w: layers.linear(x, w, layers.AXES[name])
   np.testing.assert_allclose(own(x, w), plain(x, w), atol=1e-5)
-  for found, expected in zip(*(jax.grad(lambda *a: (jnp.sin(f(*a))).sum(), (0, 1))(x, w) for f in (own, plain))):
+  for found, expected in zip(
+    *(jax.grad(lambda *a: (jnp.sin(f(*a))).sum(), (0, 1))(x, w) for f in (own, plain))
+  ):
     np.testing.assert_allclose(found, expected, atol=2e-5)

@@ -1,9 +1,10 @@
 """Exact match and F1 against a second implementation, written from their definition in other terms.
 
-Definition (arXiv 1606.05250, its evaluation): lower the case; drop the 32 ASCII punctuation characters; replace the
-words a, an and the, where a word boundary is on both sides, by a space; join what white space separates by single
-spaces. Exact match: some golden answer has the same normal form. F1: 2 P R / (P + R) of the words as multisets, the best
-over golden answers; two empty sides agree, one does not.
+Definition (arXiv 1606.05250, its evaluation): lower the case; drop the 32 ASCII punctuation
+characters; replace the words a, an and the, where a word boundary is on both sides, by a space;
+join what white space separates by single spaces. Exact match: some golden answer has the same
+normal form. F1: 2 P R / (P + R) of the words as multisets, the best over golden answers; two empty
+sides agree, one does not.
 """
 
 import itertools
@@ -22,14 +23,20 @@ def is_word_character(c: str) -> bool:
 
 def normal(text: str) -> list[str]:
   lowered = text.lower()
-  kept = [c for c in lowered if not ("!" <= c <= "/" or ":" <= c <= "@" or "[" <= c <= "`" or "{" <= c <= "~")]
+  kept = [
+    c
+    for c in lowered
+    if not ("!" <= c <= "/" or ":" <= c <= "@" or "[" <= c <= "`" or "{" <= c <= "~")
+  ]
   # runs of word characters, and everything between them
   pieces = ["".join(run) for _, run in itertools.groupby(kept, is_word_character)]
   return "".join(" " if piece in ARTICLES else piece for piece in pieces).split()
 
 
 def exact_match(prediction, golden):
-  return float(prediction is not None and any(normal(prediction) == normal(answer) for answer in golden))
+  return float(
+    prediction is not None and any(normal(prediction) == normal(answer) for answer in golden)
+  )
 
 
 def f1(prediction, golden):
@@ -53,19 +60,105 @@ def f1(prediction, golden):
 
 
 def agree(prediction, golden):
-  assert rewards.exact_match(prediction, golden) == exact_match(prediction, golden), (prediction, golden)
+  assert rewards.exact_match(prediction, golden) == exact_match(prediction, golden), (
+    prediction,
+    golden,
+  )
   # Sums and quotients of small whole numbers in another order: the last bits may differ.
   assert abs(rewards.f1(prediction, golden) - f1(prediction, golden)) < 1e-12, (prediction, golden)
 
 
 ODD = [
-    "", " ", "\t\n", "a", "an", "the", "The", "THE ", "a the an", "theatre", "a-b", "an.", "the_end", "U.S.A.", "usa",
-    "Beyoncé", "Beyonce\u0301", "BEYONCÉ", "İstanbul", "istanbul", "straße", "STRASSE", "ﬁn", "ǅ", "Σίσυφος", "ΣΊΣΥΦΟΣ",
-    "東京", "東京 都", "Москва", "москва", "عمان", "हिन्दी", "नदी", "ไทย", "😀", "👩‍👩‍👧", "a\u00a0b", "a\u2003b", "a\u200bb",
-    "“the” quote", "\"the\" quote", "don't", "don’t", "rock 'n' roll", "1,000", "1000", "1 000", "3.14", "314", "½", "²",
-    "the the", "then a", "a’", "’a’", "el-a", "Ａ", "Ｔｈｅ", "the\x00b", "\u2028the\u2028", "x\x1cy", "_the_", "the·b",
-    "New York", "New York City", "the new york", "york new", "new new york", "<answer>", "a/b", "C++", "C#", "C", "$5",
-    "\ue000", "e\u0301", "é", "the\u0301 b", "no", "No.", "yes", "N/A", "None", "٣", "3", "𝟛", "Å", "Å", "ß", "ẞ",
+  "",
+  " ",
+  "\t\n",
+  "a",
+  "an",
+  "the",
+  "The",
+  "THE ",
+  "a the an",
+  "theatre",
+  "a-b",
+  "an.",
+  "the_end",
+  "U.S.A.",
+  "usa",
+  "Beyoncé",
+  "Beyonce\u0301",
+  "BEYONCÉ",
+  "İstanbul",
+  "istanbul",
+  "straße",
+  "STRASSE",
+  "ﬁn",
+  "ǅ",
+  "Σίσυφος",
+  "ΣΊΣΥΦΟΣ",
+  "東京",
+  "東京 都",
+  "Москва",
+  "москва",
+  "عمان",
+  "हिन्दी",
+  "नदी",
+  "ไทย",
+  "😀",
+  "👩‍👩‍👧",
+  "a\u00a0b",
+  "a\u2003b",
+  "a\u200bb",
+  "“the” quote",
+  '"the" quote',
+  "don't",
+  "don’t",
+  "rock 'n' roll",
+  "1,000",
+  "1000",
+  "1 000",
+  "3.14",
+  "314",
+  "½",
+  "²",
+  "the the",
+  "then a",
+  "a’",
+  "’a’",
+  "el-a",
+  "Ａ",
+  "Ｔｈｅ",
+  "the\x00b",
+  "\u2028the\u2028",
+  "x\x1cy",
+  "_the_",
+  "the·b",
+  "New York",
+  "New York City",
+  "the new york",
+  "york new",
+  "new new york",
+  "<answer>",
+  "a/b",
+  "C++",
+  "C#",
+  "C",
+  "$5",
+  "\ue000",
+  "e\u0301",
+  "é",
+  "the\u0301 b",
+  "no",
+  "No.",
+  "yes",
+  "N/A",
+  "None",
+  "٣",
+  "3",
+  "𝟛",
+  "Å",
+  "Å",
+  "ß",
+  "ẞ",
 ]
 
 
@@ -85,7 +178,8 @@ def test_several_golden_answers():
 
 
 TEXT = strategies.text(max_size=24) | strategies.lists(
-    strategies.sampled_from([*ODD, " ", "-", ".", "the ", " a ", "An "]), max_size=5).map("".join)
+  strategies.sampled_from([*ODD, " ", "-", ".", "the ", " a ", "An "]), max_size=5
+).map("".join)
 
 
 @settings(max_examples=1500, deadline=None)

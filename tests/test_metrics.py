@@ -1,4 +1,5 @@
-"""metrics.jsonl, TensorBoard events and trajectories survive a killed run, and every row is strict JSON."""
+"""metrics.jsonl, TensorBoard events and trajectories survive a killed run, and every row is strict
+JSON."""
 
 import json
 import pathlib
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from stratified import metrics
+from stratified import files
+from stratified.runs import writer as metrics
 from stratified.types import Question, Search, Segment, Trajectory, Turn
 
 
@@ -28,8 +30,8 @@ def _events(workdir, run):
     data = path.read_bytes()
     while data:
       size = int.from_bytes(data[:8], "little")
-      events.append(event_pb2.Event.FromString(data[12:12 + size]))
-      data = data[16 + size:]
+      events.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+      data = data[16 + size :]
   return events
 
 
@@ -60,9 +62,12 @@ def test_an_interrupted_run_leaves_the_files_of_an_uninterrupted_one(tmp_path):
   _run(tmp_path / "whole", range(1, 9))
   _run(tmp_path / "cut", range(1, 7))
   _run(tmp_path / "cut", range(5, 9), resume_step=4)
-  assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (tmp_path / "cut/metrics.jsonl").read_bytes()
-  assert ({path.name: path.read_bytes() for path in (tmp_path / "whole/trajectories").iterdir()} ==
-          {path.name: path.read_bytes() for path in (tmp_path / "cut/trajectories").iterdir()})
+  assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (
+    tmp_path / "cut/metrics.jsonl"
+  ).read_bytes()
+  assert {path.name: path.read_bytes() for path in (tmp_path / "whole/trajectories").iterdir()} == {
+    path.name: path.read_bytes() for path in (tmp_path / "cut/trajectories").iterdir()
+  }
 
 
 def test_a_later_trajectory_file_goes_even_if_no_row_was_written_for_it(tmp_path):
@@ -76,7 +81,9 @@ def test_a_later_trajectory_file_goes_even_if_no_row_was_written_for_it(tmp_path
 
 
 @pytest.mark.parametrize(
-    "torn", ['{"step": 4, "reward/mea', '{"step": 4, "reward/mean": 0.1}', '{"step": 4, "rew\n', "\0\0"])
+  "torn",
+  ['{"step": 4, "reward/mea', '{"step": 4, "reward/mean": 0.1}', '{"step": 4, "rew\n', "\0\0"],
+)
 def test_a_half_written_last_line_is_dropped(tmp_path, torn):
   _run(tmp_path, range(1, 4))
   with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -89,7 +96,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
   with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is no JSON object"):
     metrics.Writer(tmp_path, 2)
-  assert metrics.read_rows(tmp_path / "metrics.jsonl") == ([{"step": 1}, {"step": 2}], 1)
+  assert files.read_rows(tmp_path / "metrics.jsonl") == ([{"step": 1}, {"step": 2}], 1)
 
 
 def test_without_a_checkpoint_only_the_finished_warm_start_is_kept(tmp_path):
@@ -98,10 +105,13 @@ def test_without_a_checkpoint_only_the_finished_warm_start_is_kept(tmp_path):
       for step in range(1, 4):
         writer.write({"warm_start/step": step, "warm_start/loss": 1 / step})
       writer.write({"step": 0, "eval/exact_match": 0.1})
+
   write()
   metrics.Writer(tmp_path, warm_start_step=2).close()
   assert _rows(tmp_path) == [
-      {"warm_start/step": 1, "warm_start/loss": 1.0}, {"warm_start/step": 2, "warm_start/loss": 0.5}]
+    {"warm_start/step": 1, "warm_start/loss": 1.0},
+    {"warm_start/step": 2, "warm_start/loss": 0.5},
+  ]
   metrics.Writer(tmp_path).close()
   assert not _rows(tmp_path)
 
@@ -118,12 +128,22 @@ def test_a_restored_step_keeps_the_warm_start_and_the_evaluation_of_its_step(tmp
 
 def test_what_is_not_finite_is_null_and_named(tmp_path):
   with metrics.Writer(tmp_path) as writer:
-    writer.write({"step": 1, "grad/norm": np.float32("inf"), "loss/policy": float("nan"), "reward/mean": 0.0})
-    writer.write_trajectories(1, [{"advantage": float("nan"), "segments": [{"x": np.float32(0.5)}]}])
-  assert _rows(tmp_path) == [{
-      "step": 1, "grad/norm": None, "loss/policy": None, "reward/mean": 0.0,
-      "not_finite": {"grad/norm": "inf", "loss/policy": "nan"}}]
-  records, _ = metrics.read_rows(metrics.trajectory_path(tmp_path, 1))
+    writer.write(
+      {"step": 1, "grad/norm": np.float32("inf"), "loss/policy": float("nan"), "reward/mean": 0.0}
+    )
+    writer.write_trajectories(
+      1, [{"advantage": float("nan"), "segments": [{"x": np.float32(0.5)}]}]
+    )
+  assert _rows(tmp_path) == [
+    {
+      "step": 1,
+      "grad/norm": None,
+      "loss/policy": None,
+      "reward/mean": 0.0,
+      "not_finite": {"grad/norm": "inf", "loss/policy": "nan"},
+    }
+  ]
+  records, _ = files.read_rows(metrics.trajectory_path(tmp_path, 1))
   assert records == [{"advantage": None, "segments": [{"x": 0.5}]}]
 
 
@@ -149,39 +169,77 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_repeats(tmp_pat
   metrics.Writer(tmp_path, 1).close()
   _run(tmp_path, [2], resume_step=1)
   train = [event for event in _events(tmp_path, "train") if not event.file_version]
-  seen = [(event.step, event.session_log.status or [(v.tag, v.simple_value) for v in event.summary.value])
-          for event in train]
+  seen = [
+    (event.step, event.session_log.status or [(v.tag, v.simple_value) for v in event.summary.value])
+    for event in train
+  ]
   start = event_pb2.SessionLog.START  # TensorBoard drops earlier events from this step on
-  assert seen == [(0, start), (1, [("reward/mean", 0.5)]), (2, [("reward/mean", 0.75)]),
-                  (2, start), (2, [("reward/mean", pytest.approx(2 / 7))])]
+  assert seen == [
+    (0, start),
+    (1, [("reward/mean", 0.5)]),
+    (2, [("reward/mean", 0.75)]),
+    (2, start),
+    (2, [("reward/mean", pytest.approx(2 / 7))]),
+  ]
   warm = [event for event in _events(tmp_path, "warm_start") if event.summary.value]
   assert [(event.step, event.summary.value[0].simple_value) for event in warm] == [(7, 0.25)]
 
 
 def test_a_trajectory_becomes_one_object_with_every_segment_as_text():
   trajectory = Trajectory(
-      question=Question("q7", "Where was Ada born?", ("London", "London, England"), "made-up", 1),
-      sample=3,
-      segments=(Segment((1, 2), "prompt"), Segment((3,), "policy", (-0.5,)), Segment((4, 5), "observation"),
-                Segment((6,), "policy", (-0.25,))),
-      turns=(Turn("search", "…", (Search("ada born", "hit", ("p1", "p2")), Search("", "empty"))),
-             Turn("answer", "…")),
-      answer="London",
+    question=Question("q7", "Where was Ada born?", ("London", "London, England"), "made-up", 1),
+    sample=3,
+    segments=(
+      Segment((1, 2), "prompt"),
+      Segment((3,), "policy", (-0.5,)),
+      Segment((4, 5), "observation"),
+      Segment((6,), "policy", (-0.25,)),
+    ),
+    turns=(
+      Turn("search", "…", (Search("ada born", "hit", ("p1", "p2")), Search("", "empty"))),
+      Turn("answer", "…"),
+    ),
+    answer="London",
   )
   record = metrics.trajectory_record(
-      trajectory, lambda ids: "".join("?abcdef"[i] for i in ids), reward=1.0, stratum=2, advantage=-0.5)
+    trajectory,
+    lambda ids: "".join("?abcdef"[i] for i in ids),
+    reward=1.0,
+    stratum=2,
+    advantage=-0.5,
+  )
   assert json.loads(json.dumps(record)) == {
-      "question_id": "q7", "question": "Where was Ada born?", "golden_answers": ["London", "London, England"],
-      "source": "made-up", "hops": 1, "sample": 3,
-      "segments": [
-          {"origin": "prompt", "text": "ab", "tokens": 2}, {"origin": "policy", "text": "c", "tokens": 1},
-          {"origin": "observation", "text": "de", "tokens": 2},
-          {"origin": "policy", "text": "f", "tokens": 1}],
-      "turns": [{"action": "search", "searches": [
+    "question_id": "q7",
+    "question": "Where was Ada born?",
+    "golden_answers": ["London", "London, England"],
+    "source": "made-up",
+    "hops": 1,
+    "sample": 3,
+    "segments": [
+      {"origin": "prompt", "text": "ab", "tokens": 2},
+      {"origin": "policy", "text": "c", "tokens": 1},
+      {"origin": "observation", "text": "de", "tokens": 2},
+      {"origin": "policy", "text": "f", "tokens": 1},
+    ],
+    "turns": [
+      {
+        "action": "search",
+        "searches": [
           {"query": "ada born", "outcome": "hit", "passage_ids": ["p1", "p2"]},
-          {"query": "", "outcome": "empty", "passage_ids": []}]}, {"action": "answer", "searches": []}],
-      "searches": 2, "answer": "London", "stop": "answer", "fault": None, "weight_version": 0,
-      "reward": 1.0, "stratum": 2, "advantage": -0.5}
+          {"query": "", "outcome": "empty", "passage_ids": []},
+        ],
+      },
+      {"action": "answer", "searches": []},
+    ],
+    "searches": 2,
+    "answer": "London",
+    "stop": "answer",
+    "fault": None,
+    "weight_version": 0,
+    "reward": 1.0,
+    "stratum": 2,
+    "advantage": -0.5,
+  }
 
 
 def test_any_text_stays_one_line_of_utf8(tmp_path):

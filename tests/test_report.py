@@ -1,4 +1,5 @@
-"""report.html: one page that needs nothing else, from whatever a workdir holds, with every text harmless."""
+"""report.html: one page that needs nothing else, from whatever a workdir holds, with every text
+harmless."""
 
 from html.parser import HTMLParser
 import json
@@ -10,7 +11,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from stratified import alarms, charts, figures, metrics, report, scores, transcripts
+from stratified.reports import alarms, charts, run_figures, run_page, score_table, transcripts
+from stratified.runs import writer as metrics
 
 VOID = {"meta"}
 
@@ -44,28 +46,52 @@ class _Page(HTMLParser):
 
 def row(step, **changed):
   base = {
-      "step": step, "reward/mean": 0.3 + 0.001 * step, "reward/exact_match": 0.3,
-      "rollout/searches_mean": 1.5, "advantage/zero_share": 0.3, "policy/entropy": 0.4, "loss/kl": 0.01,
-      "grad/norm": 1.0,
-      "policy/logp_gap_mean": 0.001, "policy/logp_gap_max": 0.02, "rollout/failed": 0, "update/skipped": 0,
-      "strata/share_0": 0.25, "strata/share_1": 0.5, "strata/share_2": 0.25, "time/rollout_s": 2.0,
-      "time/update_s": 1.0, "time/step_s": 4.0,
+    "step": step,
+    "reward/mean": 0.3 + 0.001 * step,
+    "reward/exact_match": 0.3,
+    "rollout/searches_mean": 1.5,
+    "advantage/zero_share": 0.3,
+    "policy/entropy": 0.4,
+    "loss/kl": 0.01,
+    "grad/norm": 1.0,
+    "policy/logp_gap_mean": 0.001,
+    "policy/logp_gap_max": 0.02,
+    "rollout/failed": 0,
+    "update/skipped": 0,
+    "strata/share_0": 0.25,
+    "strata/share_1": 0.5,
+    "strata/share_2": 0.25,
+    "time/rollout_s": 2.0,
+    "time/update_s": 1.0,
+    "time/step_s": 4.0,
   }
   return base | {key.replace("__", "/"): value for key, value in changed.items()}
 
 
 def record(**changed):
   return {
-      "question": "Where was Ada born?", "golden_answers": ["London"], "hops": 1, "sample": 0, "searches": 1,
-      "answer": "Paris", "stop": "answer", "fault": None, "reward": 0.0, "stratum": 1, "advantage": -0.71,
-      "segments": [
-          {"origin": "prompt", "text": "Question: Where was Ada born?", "tokens": 9},
-          {"origin": "policy", "text": "<think>look</think>\n<search>ada birth</search>", "tokens": 8},
-          {"origin": "observation", "tokens": 30,
-           "text": "\n<information>Doc 1(Title: Ada (poet)) A poet.\n"
-                   "Doc 2(Title: Ada II) A queen.</information>"},
-          {"origin": "policy", "text": "<answer>Paris</answer>", "tokens": 5},
-      ],
+    "question": "Where was Ada born?",
+    "golden_answers": ["London"],
+    "hops": 1,
+    "sample": 0,
+    "searches": 1,
+    "answer": "Paris",
+    "stop": "answer",
+    "fault": None,
+    "reward": 0.0,
+    "stratum": 1,
+    "advantage": -0.71,
+    "segments": [
+      {"origin": "prompt", "text": "Question: Where was Ada born?", "tokens": 9},
+      {"origin": "policy", "text": "<think>look</think>\n<search>ada birth</search>", "tokens": 8},
+      {
+        "origin": "observation",
+        "tokens": 30,
+        "text": "\n<information>Doc 1(Title: Ada (poet)) A poet.\n"
+        "Doc 2(Title: Ada II) A queen.</information>",
+      },
+      {"origin": "policy", "text": "<answer>Paris</answer>", "tokens": 5},
+    ],
   } | changed
 
 
@@ -79,15 +105,18 @@ def make_run(folder, rows, records=(), config=None, evaluation=None):
     (folder / "config.json").write_text(json.dumps(config))
   if evaluation is not None:
     (folder / "evaluation.json").write_text(json.dumps(evaluation))
-  return report.write(folder).read_text(encoding="utf-8")
+  return run_page.write(folder).read_text(encoding="utf-8")
 
 
 def test_the_page_needs_nothing_beside_it(tmp_path):
   page = _Page(make_run(tmp_path, [row(step) for step in range(1, 30)], [record()], {"seed": 0}))
   assert not {"script", "link", "img", "iframe", "object", "base", "form"} & set(page.tags)
-  assert not [(name, value) for name, value in page.attributes
-              if name in ("src", "href", "srcset", "xlink:href") or name.startswith("on")]
-  style = report.STYLE
+  assert not [
+    (name, value)
+    for name, value in page.attributes
+    if name in ("src", "href", "srcset", "xlink:href") or name.startswith("on")
+  ]
+  style = run_page.STYLE
   assert "url(" not in style and "@import" not in style and "http" not in style
   assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
   assert ("content", "width=device-width,initial-scale=1") in page.attributes
@@ -96,27 +125,44 @@ def test_the_page_needs_nothing_beside_it(tmp_path):
 
 def test_the_first_plot_shows_reward_and_searches(tmp_path):
   text = make_run(tmp_path, [row(step) for step in range(1, 30)])
-  first = text[text.index("<svg"):text.index("</svg>")]
+  first = text[text.index("<svg") : text.index("</svg>")]
   assert "Reward a rollout" in first and "Searches a question" in first
-  for title in ("Rollouts by number of searches", "Rollouts with zero advantage", "Policy entropy",
-                "KL to the reference", "Gradient norm", "Mean |log-prob gap|", "Where a step"):
+  for title in (
+    "Rollouts by number of searches",
+    "Rollouts with zero advantage",
+    "Policy entropy",
+    "KL to the reference",
+    "Gradient norm",
+    "Mean |log-prob gap|",
+    "Where a step",
+  ):
     assert title in _Page(text).text
 
 
-HOSTILE = ("</details><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & \"q\" 'q' "
-           "\u202eevil\u2066\0 é漢字 مرحبا")
+HOSTILE = (
+  "</details><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & \"q\" 'q' "
+  "\u202eevil\u2066\0 é漢字 مرحبا"
+)
 
 
 def test_hostile_text_is_shown_and_never_becomes_markup(tmp_path):
-  segments = [{"origin": origin, "text": f"<search>{HOSTILE}</search><answer>{HOSTILE}", "tokens": 3}
-              for origin in ("prompt", "policy", "observation", HOSTILE)]
-  segments.append({"origin": "observation", "text": f"Doc 1(Title: {HOSTILE}) x", "tokens": HOSTILE})
+  segments = [
+    {"origin": origin, "text": f"<search>{HOSTILE}</search><answer>{HOSTILE}", "tokens": 3}
+    for origin in ("prompt", "policy", "observation", HOSTILE)
+  ]
+  segments.append(
+    {"origin": "observation", "text": f"Doc 1(Title: {HOSTILE}) x", "tokens": HOSTILE}
+  )
   texts = ("question", "answer", "fault", "stop", "stratum", "hops", "searches")
-  hostile = record(golden_answers=[HOSTILE, HOSTILE], segments=segments) | {key: HOSTILE for key in texts}
+  hostile = record(golden_answers=[HOSTILE, HOSTILE], segments=segments) | {
+    key: HOSTILE for key in texts
+  }
   folder = tmp_path / "<script>&run"
   config = {"policy": {"name": HOSTILE}, HOSTILE: HOSTILE}
-  evaluation = {"sets": {HOSTILE: {"exact_match": 0.5, "by_hops": {HOSTILE: {"exact_match": 0.1}}}},
-                "warm_start_forced": {HOSTILE: {HOSTILE: {"exact_match": 0.2}}}}
+  evaluation = {
+    "sets": {HOSTILE: {"exact_match": 0.5, "by_hops": {HOSTILE: {"exact_match": 0.1}}}},
+    "warm_start_forced": {HOSTILE: {HOSTILE: {"exact_match": 0.2}}},
+  }
   text = make_run(folder, [row(1, not_finite={HOSTILE: HOSTILE})], [hostile], config, evaluation)
   page = _Page(text)  # balanced: nothing closed an element early
   assert not {"script", "img"} & set(page.tags)
@@ -130,16 +176,29 @@ def test_hostile_text_is_shown_and_never_becomes_markup(tmp_path):
 def test_a_rollout_is_readable(tmp_path):
   text = make_run(tmp_path, [row(7)], [record()])
   page = _Page(text)
-  for part in ("Rollouts of step 7", "Where was Ada born?", "reward 0", "advantage -0.71", "stratum 1",
-               "1 search", "1 hop", "answered Paris · correct: London", "2 passages: Ada (poet) · Ada II",
-               "30 tokens"):
+  for part in (
+    "Rollouts of step 7",
+    "Where was Ada born?",
+    "reward 0",
+    "advantage -0.71",
+    "stratum 1",
+    "1 search",
+    "1 hop",
+    "answered Paris · correct: London",
+    "2 passages: Ada (poet) · Ada II",
+    "30 tokens",
+  ):
     assert part in page.text
-  assert '<span class="tag search">&lt;search&gt;</span><span class="query">ada birth</span>' in text
+  assert (
+    '<span class="tag search">&lt;search&gt;</span><span class="query">ada birth</span>' in text
+  )
   assert '<span class="tag answer">&lt;answer&gt;</span><span class="reply">Paris</span>' in text
 
 
 def test_the_rollouts_shown_differ_in_stratum_and_success():
-  records = [record(stratum=s, reward=float(r), sample=i) for i in range(5) for s in range(3) for r in (0, 1)]
+  records = [
+    record(stratum=s, reward=float(r), sample=i) for i in range(5) for s in range(3) for r in (0, 1)
+  ]
   chosen = transcripts.choose(records, 6)
   kinds = [(one["stratum"], one["reward"]) for one in chosen]
   assert kinds == [(0, 1), (0, 0), (1, 1), (1, 0), (2, 1), (2, 0)]
@@ -149,52 +208,108 @@ def test_the_rollouts_shown_differ_in_stratum_and_success():
 
 def test_scores_come_before_and_after_by_hops_with_the_forced_ones(tmp_path):
   def score(base, searches):
-    return {"count": 40, "exact_match": base, "f1": base, "searches_mean": searches,
-            "by_hops": {str(hops): {"count": 10, "exact_match": base - 0.1 * hops, "searches_mean": hops}
-                        for hops in range(3)}}
+    return {
+      "count": 40,
+      "exact_match": base,
+      "f1": base,
+      "searches_mean": searches,
+      "by_hops": {
+        str(hops): {"count": 10, "exact_match": base - 0.1 * hops, "searches_mean": hops}
+        for hops in range(3)
+      },
+    }
+
   evaluation = {
-      "sets": {"held_out": score(0.7, 1.9), "second_encyclopedia": score(0.65, 2.0)},
-      "warm_start": {"sets": {"held_out": score(0.25, 1.0)}},
-      "warm_start_forced": {"0": {"held_out": score(0.2, 0)}, "2": {"sets": {"held_out": score(0.41, 2)}}},
+    "sets": {"held_out": score(0.7, 1.9), "second_encyclopedia": score(0.65, 2.0)},
+    "warm_start": {"sets": {"held_out": score(0.25, 1.0)}},
+    "warm_start_forced": {
+      "0": {"held_out": score(0.2, 0)},
+      "2": {"sets": {"held_out": score(0.41, 2)}},
+    },
   }
   page = _Page(make_run(tmp_path, [row(1)], config={"num_steps": 1}, evaluation=evaluation))
-  for part in ("25.0 → 70.0", "+45.0 points", "41.0warm start forced to 2", "-5.0 points to the first",
-               "of 1 in 4 s"):
+  for part in (
+    "25.0 → 70.0",
+    "+45.0 points",
+    "41.0warm start forced to 2",
+    "-5.0 points to the first",
+    "of 1 in 4 s",
+  ):
     assert part in page.text
-  before, after = scores.before_and_after([], evaluation)
-  table = scores.table(before, after, scores.forced(evaluation))
+  before, after = score_table.before_and_after([], evaluation)
+  table = score_table.table(before, after, score_table.forced(evaluation))
   rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", line) for line in table.split("<tr")[1:]]
-  assert rows[0] == ["questions", "warm start", "trained", "gain", "forced to 0", "forced to 2", "F1",
-                     "searches", "number"]
-  assert rows[1] == ["Held out", "25.0", "70.0", "+45.0", "20.0", "41.0", "70.0", "1.00 → 1.90", "40"]
+  assert rows[0] == [
+    "questions",
+    "warm start",
+    "trained",
+    "gain",
+    "forced to 0",
+    "forced to 2",
+    "F1",
+    "searches",
+    "number",
+  ]
+  assert rows[1] == [
+    "Held out",
+    "25.0",
+    "70.0",
+    "+45.0",
+    "20.0",
+    "41.0",
+    "70.0",
+    "1.00 → 1.90",
+    "40",
+  ]
   assert rows[3] == ["1 hop", "15.0", "60.0", "+45.0", "10.0", "31.0", "–", "1.00 → 1.00", "10"]
   assert rows[5] == ["Second encyclopedia", "–", "65.0", "–", "–", "–", "65.0", "2.00", "40"]
 
 
 def test_without_evaluation_json_the_rows_tell_before_and_after():
-  rows = [row(0, eval__exact_match=0.2, eval__exact_match_hops_1=0.1), row(5),
-          row(9, eval__exact_match=0.6, eval__exact_match_hops_1=0.5)]
-  before, after = scores.before_and_after(rows, {})
-  assert scores.value(before["held_out"], hops="1") == 0.1 and scores.value(after["held_out"]) == 0.6
-  before, after = scores.before_and_after(rows[:1], {})
-  assert before == {} and scores.value(after["held_out"]) == 0.2
+  rows = [
+    row(0, eval__exact_match=0.2, eval__exact_match_hops_1=0.1),
+    row(5),
+    row(9, eval__exact_match=0.6, eval__exact_match_hops_1=0.5),
+  ]
+  before, after = score_table.before_and_after(rows, {})
+  assert (
+    score_table.value(before["held_out"], hops="1") == 0.1
+    and score_table.value(after["held_out"]) == 0.6
+  )
+  before, after = score_table.before_and_after(rows[:1], {})
+  assert before == {} and score_table.value(after["held_out"]) == 0.2
 
 
-@pytest.mark.parametrize("evaluation", [
-    {}, {"sets": None}, {"sets": {"held_out": None}}, {"sets": {"held_out": {"exact_match": None}}},
+@pytest.mark.parametrize(
+  "evaluation",
+  [
+    {},
+    {"sets": None},
+    {"sets": {"held_out": None}},
+    {"sets": {"held_out": {"exact_match": None}}},
     {"held_out": {}},
-    {"sets": {"held_out": {"exact_match": 0.5, "by_hops": [1]}}, "warm_start": 3, "warm_start_forced": [1]},
-])
+    {
+      "sets": {"held_out": {"exact_match": 0.5, "by_hops": [1]}},
+      "warm_start": 3,
+      "warm_start_forced": [1],
+    },
+  ],
+)
 def test_an_odd_evaluation_is_no_error(tmp_path, evaluation):
   _Page(make_run(tmp_path, [row(1)], evaluation=evaluation))
 
 
 def test_an_empty_workdir_gives_a_page_that_says_what_is_missing(tmp_path):
-  page = _Page(report.write(tmp_path).read_text())
-  for part in ("config.json is missing", "no training step yet", "No trajectories", "not been evaluated yet"):
+  page = _Page(run_page.write(tmp_path).read_text())
+  for part in (
+    "config.json is missing",
+    "no training step yet",
+    "No trajectories",
+    "not been evaluated yet",
+  ):
     assert part in page.text
   with pytest.raises(FileNotFoundError, match="no workdir"):
-    report.write(tmp_path / "nowhere")
+    run_page.write(tmp_path / "nowhere")
 
 
 def test_broken_files_are_named(tmp_path):
@@ -205,9 +320,13 @@ def test_broken_files_are_named(tmp_path):
   (tmp_path / "trajectories").mkdir()
   records = '{"segments": 3, "answer": 7}\n{"segments": [1, {}]}\nxx'
   (tmp_path / "trajectories/step_000001.jsonl").write_text(records)
-  page = _Page(report.write(tmp_path).read_text())
-  for part in ("config.json is no JSON object", "evaluation.json is no JSON object",
-               "metrics.jsonl that could not be read: 1", "does not record advantage/zero_share"):
+  page = _Page(run_page.write(tmp_path).read_text())
+  for part in (
+    "config.json is no JSON object",
+    "evaluation.json is no JSON object",
+    "metrics.jsonl that could not be read: 1",
+    "does not record advantage/zero_share",
+  ):
     assert part in page.text
 
 
@@ -217,7 +336,7 @@ def test_one_step_and_only_a_warm_start_are_drawn(tmp_path):
   with metrics.Writer(tmp_path / "warm") as writer:
     for one in warm:
       writer.write(one)
-  text = report.write(tmp_path / "warm").read_text()
+  text = run_page.write(tmp_path / "warm").read_text()
   assert "Warm start: loss by its own step" in _Page(text).text
 
 
@@ -226,10 +345,10 @@ def test_thousands_of_steps_make_a_page_of_bounded_size(tmp_path):
   rows[2000]["grad/norm"] = 900.0
   with (tmp_path / "metrics.jsonl").open("w") as file:
     file.writelines(json.dumps(one) + "\n" for one in rows)
-  text = report.write(tmp_path).read_text()
+  text = run_page.write(tmp_path).read_text()
   assert len(text) < 600_000
-  gradient = text[text.index("Gradient norm"):]
-  assert "1000</text>" in gradient[:gradient.index("</svg>")], "the spike is gone from the axis"
+  gradient = text[text.index("Gradient norm") :]
+  assert "1000</text>" in gradient[: gradient.index("</svg>")], "the spike is gone from the axis"
 
 
 def test_thinning_keeps_spikes_order_and_ends():
@@ -247,34 +366,55 @@ def test_smoothing_is_a_centred_mean_that_leaves_gaps_out():
   assert charts.smooth([4.0, 8.0], 1) == [4.0, 8.0]
 
 
-@pytest.mark.parametrize("low, high, wanted", [
-    (0, 1, [0, 0.5, 1]), (0, 0.34, [0, 0.1, 0.2, 0.3]), (-1, 1, [-1, -0.5, 0, 0.5, 1]),
-    (0, 4321, [0, 2000, 4000]), (2, 2, [2])])
+@pytest.mark.parametrize(
+  "low, high, wanted",
+  [
+    (0, 1, [0, 0.5, 1]),
+    (0, 0.34, [0, 0.1, 0.2, 0.3]),
+    (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+    (0, 4321, [0, 2000, 4000]),
+    (2, 2, [2]),
+  ],
+)
 def test_ticks_are_round_numbers_inside_the_range(low, high, wanted):
   assert charts.ticks(low, high) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("value, percent, text", [
-    (None, False, "–"), (0.0, False, "0"), (0.1234, False, "0.123"), (12.0, False, "12"),
-    (1234.5, False, "1234"), (45_678, False, "46k"), (2e-6, False, "2e-6"), (3.14e-5, False, "3.1e-5"),
-    (0.3, True, "30%"), (0.1234, True, "12.3%")])
+@pytest.mark.parametrize(
+  "value, percent, text",
+  [
+    (None, False, "–"),
+    (0.0, False, "0"),
+    (0.1234, False, "0.123"),
+    (12.0, False, "12"),
+    (1234.5, False, "1234"),
+    (45_678, False, "46k"),
+    (2e-6, False, "2e-6"),
+    (3.14e-5, False, "3.1e-5"),
+    (0.3, True, "30%"),
+    (0.1234, True, "12.3%"),
+  ],
+)
 def test_numbers_are_short(value, percent, text):
   assert charts.number(value, percent) == text
 
 
 def test_a_chart_of_its_own_is_a_whole_svg_file(tmp_path):
   make_run(tmp_path, [row(step) for step in range(1, 30)])
-  root = xml.etree.ElementTree.fromstring(report.picture(tmp_path))
+  root = xml.etree.ElementTree.fromstring(run_page.picture(tmp_path))
   assert root.tag == "{http://www.w3.org/2000/svg}svg" and float(root.get("width")) <= 1000
   assert "prefers-color-scheme:dark" in root.find("{http://www.w3.org/2000/svg}style").text
 
 
 def test_odd_series_are_drawn_without_error():
   series = [
-      charts.Series("none", [1, 2], [None, None]), charts.Series("flat", [1, 2], [0.0, 0.0]),
-      charts.Series("one", [3], [2.0]), charts.Series("empty", [], []),
-      charts.Series("negative", [1, 2], [-5.0, -1.0]), charts.Series("tiny", [1, 2], [1e-9, 2e-9]),
-      charts.Series("<b>&", [1, 2, 3], [1.0, None, 2.0], style="noisy"),
+    charts.Series("none", [1, 2], [None, None]),
+    charts.Series("flat", [1, 2], [0.0, 0.0]),
+    charts.Series("one", [3], [2.0]),
+    charts.Series("empty", [], []),
+    charts.Series("negative", [1, 2], [-5.0, -1.0]),
+    charts.Series("tiny", [1, 2], [1e-9, 2e-9]),
+    charts.Series("<b>&", [1, 2, 3], [1.0, None, 2.0], style="noisy"),
   ]
   for one in series:
     for stacked in (False, True):
@@ -284,13 +424,15 @@ def test_odd_series_are_drawn_without_error():
 
 def test_stacked_shares_fill_the_plot_and_many_strata_are_gathered():
   rows = [row(step, **{f"strata__share_{k}": 1 / 12 for k in range(12)}) for step in range(1, 40)]
-  panel = figures.strata_panel(rows, by_searches=False)
+  panel = run_figures.strata_panel(rows, by_searches=False)
   assert len(panel.series) == 7 and panel.series[-1].name == "other"
-  assert [pytest.approx(1.0)] * 39 == [sum(values) for values in zip(*(series.y for series in panel.series))]
+  assert [pytest.approx(1.0)] * 39 == [
+    sum(values) for values in zip(*(series.y for series in panel.series))
+  ]
 
 
 def test_time_that_no_part_claims_is_drawn(tmp_path):
-  drawn, _, _ = figures.panels([row(step) for step in range(1, 5)])
+  drawn, _, _ = run_figures.panels([row(step) for step in range(1, 5)])
   panel = next(panel for panel in drawn if "time" in panel.title)
   shares = {series.name: series.y[0] for series in panel.series}
   assert shares == {"rollout": 0.5, "update": 0.25, "everything else": 0.25}
@@ -303,7 +445,9 @@ def test_a_steady_run_raises_no_alarm():
   assert alarms.find(QUIET) == [] and alarms.find([]) == [] and alarms.find(QUIET[:1]) == []
 
 
-@pytest.mark.parametrize("key, after, first, words", [
+@pytest.mark.parametrize(
+  "key, after, first, words",
+  [
     ("policy/entropy", 0.02, 66, "stopped exploring"),
     ("policy/entropy", 2.0, 66, "dissolves into noise"),
     ("policy/logp_gap_mean", 0.036, 65, "drifts off-policy"),
@@ -316,7 +460,8 @@ def test_a_steady_run_raises_no_alarm():
     ("update/skipped", 1, 61, "not finite: 40"),
     ("rollout/failed", 9, 61, "lost to faults: 9"),
     ("not_finite", {"loss/policy": "nan"}, 61, "not finite: loss/policy (nan)"),
-])
+  ],
+)
 def test_each_collapse_is_named_with_its_step(key, after, first, words):
   rows = QUIET[:60] + [one | {key: after} for one in QUIET[60:]]
   found = alarms.find(rows)
@@ -324,16 +469,23 @@ def test_each_collapse_is_named_with_its_step(key, after, first, words):
 
 
 def test_one_odd_step_is_no_collapse_and_a_few_lost_rollouts_pass():
-  odd = {"policy/entropy": 0.0, "rollout/searches_mean": 0.0, "reward/mean": 0.0, "policy/logp_gap_mean": 1.0}
+  odd = {
+    "policy/entropy": 0.0,
+    "rollout/searches_mean": 0.0,
+    "reward/mean": 0.0,
+    "policy/logp_gap_mean": 1.0,
+  }
   rows = QUIET[:60] + [QUIET[60] | odd | {"rollout/failed": 3}] + QUIET[61:]
   assert alarms.find(rows, rollouts_per_step=128) == []
   assert [alarm.key for alarm in alarms.find(rows)] == ["rollout/failed"]
 
 
 def test_alarms_are_on_the_page_and_marked_on_the_plot(tmp_path):
-  text = make_run(tmp_path, QUIET[:60] + [one | {"rollout/searches_mean": 0.0} for one in QUIET[60:]])
+  text = make_run(
+    tmp_path, QUIET[:60] + [one | {"rollout/searches_mean": 0.0} for one in QUIET[60:]]
+  )
   assert "Step 66: searches fell to 0.00 a question from 1.50" in _Page(text).text
-  assert 'class="alarm"' in text[text.index("<svg"):text.index("</svg>")]
+  assert 'class="alarm"' in text[text.index("<svg") : text.index("</svg>")]
 
 
 def test_the_command_writes_page_or_picture_and_names_a_missing_workdir(tmp_path):
@@ -351,7 +503,9 @@ def test_the_command_writes_page_or_picture_and_names_a_missing_workdir(tmp_path
   assert failed.returncode and "there is no workdir" in failed.stderr + failed.stdout
 
 
-@pytest.mark.parametrize("low, high", [(0.0, 1e-16), (-3e-300, 3e-300), (0.0, 1e300), (1.0, 1.0 + 1e-12)])
+@pytest.mark.parametrize(
+  "low, high", [(0.0, 1e-16), (-3e-300, 3e-300), (0.0, 1e300), (1.0, 1.0 + 1e-12)]
+)
 def test_ticks_are_distinct_whatever_the_range(low, high):
   found = charts.ticks(low, high)
   assert len(set(found)) == len(found) >= 2

@@ -6,7 +6,8 @@ import math
 import subprocess
 import sys
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import pytest
 
 from stratified.data import readers
@@ -15,15 +16,15 @@ from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.corpus import Passage, passage_from_contents, read_corpus
 
 PASSAGES = [
-    Passage("0", "Hamlet", "Hamlet is a tragedy by William Shakespeare."),
-    Passage("1", "The Who", "The Who are an English rock band formed in London."),
-    Passage("2", "Will Smith", "Will Smith is an American actor."),
-    Passage("3", "Preradović", "Paula von Preradović was an Austrian writer and poet."),
-    Passage("4", "&TV", "&TV (एण्ड टीवी) is a Hindi channel."),
-    Passage("5", "東京", "東京は日本の首都です。"),
-    Passage("6", "Twin A", "the same words here"),
-    Passage("7", "Twin A", "the same words here"),
-    Passage("8", "Москва", "Москва́ — столица России."),
+  Passage("0", "Hamlet", "Hamlet is a tragedy by William Shakespeare."),
+  Passage("1", "The Who", "The Who are an English rock band formed in London."),
+  Passage("2", "Will Smith", "Will Smith is an American actor."),
+  Passage("3", "Preradović", "Paula von Preradović was an Austrian writer and poet."),
+  Passage("4", "&TV", "&TV (एण्ड टीवी) is a Hindi channel."),
+  Passage("5", "東京", "東京は日本の首都です。"),
+  Passage("6", "Twin A", "the same words here"),
+  Passage("7", "Twin A", "the same words here"),
+  Passage("8", "Москва", "Москва́ — столица России."),
 ]
 
 
@@ -36,7 +37,8 @@ def ids(hits):
   return [[passage.id for passage in passages] for passages in hits]
 
 
-# --- corpus -------------------------------------------------------------------------------------------------
+# --- corpus
+# -------------------------------------------------------------------------------------------------
 
 
 def write(path, *lines):
@@ -59,19 +61,24 @@ def test_contents_of_a_titled_passage_come_back_as_they_were(title, text):
   assert passage_from_contents("7", passage.contents, title=title) == passage
 
 
-@pytest.mark.parametrize("contents, title, expected", [
+@pytest.mark.parametrize(
+  "contents, title, expected",
+  [
     ("only text", None, ("", "only text")),
     ("A title\nits text", None, ("A title", "its text")),
     ("text that repeats no title", "T", ("T", "text that repeats no title")),
     ('""Good Luck, Ted""\nAn episode.', '"Good Luck, Ted"', ('"Good Luck, Ted"', "An episode.")),
     ('"Alone"', "Alone", ("Alone", "")),
-])
+  ],
+)
 def test_takes_contents_apart(contents, title, expected):
   passage = passage_from_contents("7", contents, title)
   assert (passage.title, passage.text) == expected
 
 
-@pytest.mark.parametrize("line, parts", [
+@pytest.mark.parametrize(
+  "line, parts",
+  [
     ('{"id": "2", "contents": ', ["line 2", "not JSON"]),
     ('["2"]', ["line 2", "list", "one JSON object"]),
     ('{"id": "2", "text": "x"}', ["line 2", '"contents"', "missing", "id, text"]),
@@ -82,7 +89,8 @@ def test_takes_contents_apart(contents, title, expected):
     ('{"id": "2", "title": 3, "contents": "x"}', ["line 2", '"title"', "3"]),
     ('{"id": "2", "contents": "\\ud800"}', ["line 2", '"contents"', "surrogate"]),
     ('{"id": "1", "contents": "x"}', ["line 2", '"id"', "line 1", "unique"]),
-])
+  ],
+)
 def test_a_bad_line_names_file_line_and_field(tmp_path, line, parts):
   path = write(tmp_path / "corpus.jsonl", '{"id": 1, "contents": "x"}', line)
   with pytest.raises(ValueError) as error:
@@ -97,7 +105,10 @@ def test_bytes_that_are_not_utf8_and_damaged_archives_are_named(tmp_path):
   with pytest.raises(ValueError, match="line 2: not UTF-8"):
     read_corpus(path)
   whole = gzip.compress(path.read_bytes() * 50)
-  for name, data in {"cut.jsonl.gz": whole[:len(whole) // 2], "plain.jsonl.gz": path.read_bytes()}.items():
+  for name, data in {
+    "cut.jsonl.gz": whole[: len(whole) // 2],
+    "plain.jsonl.gz": path.read_bytes(),
+  }.items():
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=f"{name}.*damaged"):
       read_corpus(tmp_path / name)
@@ -105,10 +116,13 @@ def test_bytes_that_are_not_utf8_and_damaged_archives_are_named(tmp_path):
     read_corpus(tmp_path / "nowhere.jsonl")
 
 
-# --- words --------------------------------------------------------------------------------------------------
+# --- words
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, expected", [
+@pytest.mark.parametrize(
+  "text, expected",
+  [
     ("Who wrote O'Brien's 1,000 lines?", ["who", "wrote", "o", "brien", "s", "1", "000", "lines"]),
     ("snake_case", ["snake", "case"]),
     ("Preradović", ["preradovic"]),
@@ -120,19 +134,30 @@ def test_bytes_that_are_not_utf8_and_damaged_archives_are_named(tmp_path):
     ("Ｆｕｌｌ ｗｉｄｔｈ", ["full", "width"]),
     (" ...!? \n", []),
     ("", []),
-])
+  ],
+)
 def test_words_of_any_script(text, expected):
   assert bm25.words(text) == expected
 
 
-@pytest.mark.parametrize("word, expected", [
-    ("countries", "country"), ("names", "name"), ("boxes", "boxe"), ("class", "class"), ("virus", "virus"),
-    ("his", "his"), ("london", "london")])
+@pytest.mark.parametrize(
+  "word, expected",
+  [
+    ("countries", "country"),
+    ("names", "name"),
+    ("boxes", "boxe"),
+    ("class", "class"),
+    ("virus", "virus"),
+    ("his", "his"),
+    ("london", "london"),
+  ],
+)
 def test_plural_stemmer(word, expected):
   assert bm25.STEMMERS["plural"](word) == expected
 
 
-# --- search -------------------------------------------------------------------------------------------------
+# --- search
+# -------------------------------------------------------------------------------------------------
 
 
 def test_several_queries_in_one_call_keep_their_order(retriever):
@@ -171,12 +196,17 @@ def test_ties_go_to_the_first_in_the_corpus(retriever):
 
 
 def test_order_and_repetition_of_words_do_not_matter(retriever):
-  one, other = retriever.search(["english rock band london", "London band band rock english"], topk=9)
+  one, other = retriever.search(
+    ["english rock band london", "London band band rock english"], topk=9
+  )
   assert [(hit.id, hit.score) for hit in one] == [(hit.id, hit.score) for hit in other]
 
 
-@given(st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8), min_size=1, max_size=12),
-       st.lists(st.sampled_from("abcdefghz"), max_size=4), st.integers(1, 5))
+@given(
+  st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8), min_size=1, max_size=12),
+  st.lists(st.sampled_from("abcdefghz"), max_size=4),
+  st.integers(1, 5),
+)
 @settings(max_examples=40, deadline=None)
 def test_scores_are_the_formulas_best_first(texts, query, topk):
   passages = [Passage(str(i), "", " ".join(text)) for i, text in enumerate(texts)]
@@ -222,7 +252,8 @@ def test_calls_out_of_range_are_refused(retriever):
     retriever.search("Hamlet", topk=1)
 
 
-# --- cache --------------------------------------------------------------------------------------------------
+# --- cache
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_cached_index_is_used_and_answers_alike(tmp_path, retriever, monkeypatch):
@@ -230,7 +261,9 @@ def test_a_cached_index_is_used_and_answers_alike(tmp_path, retriever, monkeypat
   BM25(PASSAGES, cache_dir=tmp_path)
   monkeypatch.setattr(BM25, "_build", None)  # a second build would fail
   cached = BM25(PASSAGES, cache_dir=tmp_path)
-  for one, other in zip(cached.search(queries, topk=4), retriever.search(queries, topk=4), strict=True):
+  for one, other in zip(
+    cached.search(queries, topk=4), retriever.search(queries, topk=4), strict=True
+  ):
     assert [(hit.id, hit.score) for hit in one] == [(hit.id, hit.score) for hit in other]
 
 
@@ -246,30 +279,34 @@ def test_other_content_or_settings_get_an_index_of_their_own(tmp_path):
 def test_an_interrupted_save_leaves_nothing_to_be_read(tmp_path, monkeypatch):
   def interrupted(self, folder, **unused):
     raise KeyboardInterrupt
+
   monkeypatch.setattr(bm25.bm25s.BM25, "save", interrupted)
   with pytest.raises(KeyboardInterrupt):
     BM25(PASSAGES, cache_dir=tmp_path)
   assert list(tmp_path.iterdir()) == []
 
 
-# --- isolation ----------------------------------------------------------------------------------------------
+# --- isolation
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", ["", "import jax; "])
 def test_retrieval_does_not_start_jax(before):
   code = before + (
-      "import sys; from stratified.retrieval.bm25 import BM25; "
-      "from stratified.retrieval.corpus import Passage; "
-      "assert BM25([Passage('0', 'a', 'b')]).search(['b'], 1)[0]; "
-      "backends = sys.modules.get('jax._src.xla_bridge'); "
-      "assert not (backends and backends._backends), 'jax backends were started'; "
-      "assert sys.modules.get('jax', 'absent') is not None; "
-      "print('jax' in sys.modules)")
+    "import sys; from stratified.retrieval.bm25 import BM25; "
+    "from stratified.retrieval.corpus import Passage; "
+    "assert BM25([Passage('0', 'a', 'b')]).search(['b'], 1)[0]; "
+    "backends = sys.modules.get('jax._src.xla_bridge'); "
+    "assert not (backends and backends._backends), 'jax backends were started'; "
+    "assert sys.modules.get('jax', 'absent') is not None; "
+    "print('jax' in sys.modules)"
+  )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == str(bool(before))
 
 
-# --- the real corpus ----------------------------------------------------------------------------------------
+# --- the real corpus
+# ----------------------------------------------------------------------------------------
 
 
 def test_real_questions_find_their_evidence():
@@ -282,10 +319,13 @@ def test_real_questions_find_their_evidence():
   retriever = BM25(passages)
   hamlet = retriever.search(["Who wrote the tragedy Hamlet?"], topk=3)[0]
   assert any("Shakespeare" in hit.contents for hit in hamlet)
-  # PopQA's evidence is the subject's article: seen at 94 % in the first three; 85 % tells a broken index.
+  # PopQA's evidence is the subject's article: seen at 94 % in the first three; 85 % tells a broken
+  # index.
   lines = (root / "questions/popqa.jsonl").read_text(encoding="utf-8").splitlines()
   records = [record for record in map(json.loads, lines) if record["evidence"] == "gold"][:200]
   hits = retriever.search([record["question"] for record in records], topk=3)
-  found = sum(bool({hit.id for hit in three} & set(record["evidence_ids"]))
-              for record, three in zip(records, hits, strict=True))
+  found = sum(
+    bool({hit.id for hit in three} & set(record["evidence_ids"]))
+    for record, three in zip(records, hits, strict=True)
+  )
   assert found / len(records) >= 0.85

@@ -6,10 +6,10 @@ import socket
 import threading
 import time
 
+from faulty_retriever import Faulty
 from hypothesis import given, settings, strategies
 import pytest
 
-from faulty_retriever import Faulty
 from stratified.retrieval import client, wire
 from stratified.retrieval.cache import Cached
 from stratified.retrieval.client import HttpRetriever, Outage, RetrieverDown
@@ -18,8 +18,15 @@ from stratified.retrieval.corpus import Passage, RetrieverError
 
 def echo(asked):
   """Two passages a query, which name it."""
-  return {"result": [[{"document": {"id": f"{i}", "contents": f'"{query}"\ntext {i}'}, "score": 2.0 - i}
-                      for i in range(2)] for query in asked["queries"]]}
+  return {
+    "result": [
+      [
+        {"document": {"id": f"{i}", "contents": f'"{query}"\ntext {i}'}, "score": 2.0 - i}
+        for i in range(2)
+      ]
+      for query in asked["queries"]
+    ]
+  }
 
 
 def expected(query, topk=2):
@@ -74,7 +81,8 @@ def test_many_queries_are_split_into_requests_that_run_at_the_same_time():
 
 
 @pytest.mark.parametrize(
-    "fault", ["500", "502", "503", "429", "408", "malformed", "html", "short", "truncated", "reset"])
+  "fault", ["500", "502", "503", "429", "408", "malformed", "html", "short", "truncated", "reset"]
+)
 def test_a_fault_that_passes_is_tried_again(fault):
   with Faulty(echo, [fault, fault, "ok"]) as server:
     asking = retriever(server)
@@ -94,7 +102,7 @@ def test_a_reply_that_takes_too_long_as_a_whole_is_given_up_and_asked_for_again(
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_request_that_is_refused_is_not_sent_again(status):
   with Faulty(echo, [str(status)]) as server:
-    found, = retriever(server).search(["a"], 2)
+    (found,) = retriever(server).search(["a"], 2)
   assert isinstance(found, RetrieverError) and f"refused it: {status} made to fail" in str(found)
   assert len(server.seen) == 1
 
@@ -102,8 +110,9 @@ def test_a_request_that_is_refused_is_not_sent_again(status):
 @pytest.mark.parametrize("status", [301, 401, 403, 404])
 def test_a_reply_that_no_retriever_gives_stops_at_once_and_says_where_to_look(status):
   with Faulty(echo, [str(status)]) as server:
-    with pytest.raises(RetrieverDown,
-                       match=f"retrieve answers {status} made to fail, as no retriever does; check "):
+    with pytest.raises(
+      RetrieverDown, match=f"retrieve answers {status} made to fail, as no retriever does; check "
+    ):
       retriever(server).search(["a"], 2)
     assert len(server.seen) == 1
 
@@ -122,12 +131,15 @@ def test_one_bad_query_is_lost_alone():
 
 
 def test_a_server_that_only_fails_ends_the_run_within_the_time():
-  """It is up and answers /health, but no search works: masking every search would train without searching."""
+  """It is up and answers /health, but no search works: masking every search would train without
+  searching."""
   with Faulty(echo, ["500"]) as server:
     asking, start = retriever(server, retries=1, give_up_s=0.6), time.monotonic()
     with pytest.raises(
-        RetrieverDown, match=rf"{server.url} has given no usable reply for \d+ s .*500 made to fail\); "
-        "start it again, then repeat the command"):
+      RetrieverDown,
+      match=rf"{server.url} has given no usable reply for \d+ s .*500 made to fail\); "
+      "start it again, then repeat the command",
+    ):
       for _ in range(100):
         assert all(isinstance(result, RetrieverError) for result in asking.search(["a", "b"], 2))
     assert time.monotonic() - start < 6
@@ -159,8 +171,9 @@ def test_a_search_waits_for_a_server_that_is_away_for_less_than_the_time():
 
 def test_a_server_that_stays_away_ends_the_search_in_one_sentence():
   asking, start = HttpRetriever(f"http://127.0.0.1:{free_port()}", give_up_s=0.7), time.monotonic()
-  with pytest.raises(RetrieverDown,
-                     match=r"no usable reply for \d s \(it may be gone for 0\.7; last: ConnectError"):
+  with pytest.raises(
+    RetrieverDown, match=r"no usable reply for \d s \(it may be gone for 0\.7; last: ConnectError"
+  ):
     asking.search([f"q{i}" for i in range(300)], 2)
   assert 0.6 < time.monotonic() - start < 5
 
@@ -216,41 +229,60 @@ def test_a_server_of_search_r1_without_a_health_page_is_accepted():
     assert retriever(server).search(["a"], 2) == [expected("a")]
 
 
-@pytest.mark.parametrize("fault, reason", [("404", "answers 404"), ("html", "not JSON"),
-                                           ("500", "500 made to fail")])
+@pytest.mark.parametrize(
+  "fault, reason", [("404", "answers 404"), ("html", "not JSON"), ("500", "500 made to fail")]
+)
 def test_connect_refuses_what_is_no_retriever_and_names_the_way_out(fault, reason):
   with Faulty(echo, [fault]) as server:
-    with pytest.raises(ConnectionError,
-                       match=f"no retriever answers at {server.url} .*{reason}.*serve_retriever"):
+    with pytest.raises(
+      ConnectionError, match=f"no retriever answers at {server.url} .*{reason}.*serve_retriever"
+    ):
       retriever(server).connect()
 
 
 def test_connect_refuses_an_address_where_nobody_listens():
-  with pytest.raises(ConnectionError, match="no retriever answers at http://127.0.0.1:1 .*ConnectError"):
+  with pytest.raises(
+    ConnectionError, match="no retriever answers at http://127.0.0.1:1 .*ConnectError"
+  ):
     HttpRetriever("http://127.0.0.1:1").connect()
 
 
-@pytest.mark.parametrize("url", [
-    "", "localhost:8000", "ftp://a:1", "http://", "http://a:port", "http://a:99999",
-    "http://a/retrieve?topk=3", "http://[::1"
-])
+@pytest.mark.parametrize(
+  "url",
+  [
+    "",
+    "localhost:8000",
+    "ftp://a:1",
+    "http://",
+    "http://a:port",
+    "http://a:99999",
+    "http://a/retrieve?topk=3",
+    "http://[::1",
+  ],
+)
 def test_what_is_no_url_is_refused(url):
   with pytest.raises(ValueError, match="is not the URL of a retriever; give one like"):
     HttpRetriever(url)
 
 
-@pytest.mark.parametrize("url",
-                         ["http://a:1", "http://a:1/", "http://a:1/retrieve", " http://a:1/retrieve/ "])
+@pytest.mark.parametrize(
+  "url", ["http://a:1", "http://a:1/", "http://a:1/retrieve", " http://a:1/retrieve/ "]
+)
 def test_the_path_may_be_a_part_of_the_url(url):
   assert client.base_url(url) == "http://a:1"
   assert client.base_url("https://a/wiki/retrieve") == "https://a/wiki"
 
 
-@pytest.mark.parametrize("changes, message", [({"timeout_s": 0}, "timeout_s is 0"),
-                                              ({"give_up_s": math.nan}, "give_up_s nan"),
-                                              ({"retries": -1}, "retries is -1"),
-                                              ({"in_flight": 0}, "in_flight is 0"),
-                                              ({"queries_per_request": 0}, "queries_per_request is 0")])
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"timeout_s": 0}, "timeout_s is 0"),
+    ({"give_up_s": math.nan}, "give_up_s nan"),
+    ({"retries": -1}, "retries is -1"),
+    ({"in_flight": 0}, "in_flight is 0"),
+    ({"queries_per_request": 0}, "queries_per_request is 0"),
+  ],
+)
 def test_settings_out_of_range_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     HttpRetriever("http://127.0.0.1:1", **changes)
@@ -269,15 +301,23 @@ def test_a_string_for_queries_and_a_topk_of_none_are_refused():
 
 TEXTS = strategies.text(strategies.characters(exclude_categories=["Cs"]), max_size=12)
 PASSAGES = strategies.builds(
-    Passage, TEXTS, TEXTS, TEXTS,
-    strategies.one_of(strategies.none(), strategies.floats(width=32, allow_nan=False, allow_infinity=False)))
+  Passage,
+  TEXTS,
+  TEXTS,
+  TEXTS,
+  strategies.one_of(
+    strategies.none(), strategies.floats(width=32, allow_nan=False, allow_infinity=False)
+  ),
+)
 
 
 @settings(deadline=None)
 @given(strategies.lists(strategies.lists(PASSAGES, max_size=3), max_size=3), strategies.booleans())
 def test_passages_come_back_as_they_were_sent_with_their_scores(results, return_scores):
   """Titles that hold quotation marks and line breaks, or none over a text of several lines, too."""
-  back = wire.parse_reply(wire.reply_body(results, return_scores=return_scores), count=len(results), topk=3)
+  back = wire.parse_reply(
+    wire.reply_body(results, return_scores=return_scores), count=len(results), topk=3
+  )
   assert back == results
   scores = [[p.score if return_scores else None for p in passages] for passages in results]
   assert [[p.score for p in passages] for passages in back] == scores
@@ -291,23 +331,34 @@ def test_a_score_without_a_number_is_null(score):
 
 def test_documents_of_other_servers_are_understood():
   body = (
-      b'{"result": [[{"document": {"id": 7, "contents": "\\"T\\"\\nx"}, "score": NaN}, {"id": "8", "title": "T", '
-      b'"text": "x", "contents": "something else"}, {"document": {"id": "9", "title": "T", "contents": "T\\nx"}}]]}'
+    b'{"result": [[{"document": {"id": 7, "contents": "\\"T\\"\\nx"}, "score": NaN}, {"id": "8", '
+    b'"title": "T", '
+    b'"text": "x", "contents": "something else"}, {"document": {"id": "9", "title": "T", '
+    b'"contents": "T\\nx"}}]]}'
   )
-  found, = wire.parse_reply(body, count=1, topk=3)
+  (found,) = wire.parse_reply(body, count=1, topk=3)
   assert found == [Passage("7", "T", "x"), Passage("8", "T", "x"), Passage("9", "T", "x")]
   assert [p.score for p in found] == [None, None, None]
 
 
-@pytest.mark.parametrize("body, message", [
-    (b"", "not JSON"), (b"\xff", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[]", "no list named result"),
-    (b'{"result": {}}', "no list named result"), (b'{"result": []}', "0 results for 1 queries"),
-    (b'{"result": [3]}', "JSON int, not a list"), (b'{"result": [[3]]}', "not a JSON object"),
+@pytest.mark.parametrize(
+  "body, message",
+  [
+    (b"", "not JSON"),
+    (b"\xff", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"[]", "no list named result"),
+    (b'{"result": {}}', "no list named result"),
+    (b'{"result": []}', "0 results for 1 queries"),
+    (b'{"result": [3]}', "JSON int, not a list"),
+    (b'{"result": [[3]]}', "not a JSON object"),
     (b'{"result": [[{"document": 3}]]}', "not a JSON object"),
-    (b'{"result": [[{"contents": "x"}]]}', "the id null"), (b'{"result": [[{"id": true}]]}', "the id true"),
+    (b'{"result": [[{"contents": "x"}]]}', "the id null"),
+    (b'{"result": [[{"id": true}]]}', "the id true"),
     (b'{"result": [[{"id": "1", "contents": 3}]]}', "no contents that are text"),
     (b'{"result": [[{"id": "1", "contents": "\\ud800"}]]}', "no contents that are text"),
-])
+  ],
+)
 def test_a_reply_that_makes_no_sense_is_named(body, message):
   with pytest.raises(ValueError, match=message):
     wire.parse_reply(body, count=1, topk=3)
@@ -324,7 +375,10 @@ class Counting:
 
   def search(self, queries, topk):
     self.calls.append((list(queries), topk))
-    return [RetrieverError("no") if query == "bad" else [Passage(query, "", f"{topk}")] for query in queries]
+    return [
+      RetrieverError("no") if query == "bad" else [Passage(query, "", f"{topk}")]
+      for query in queries
+    ]
 
 
 def test_a_repeated_query_is_searched_for_once_and_counted():
@@ -356,9 +410,14 @@ def test_a_lost_search_is_not_remembered():
 
 
 def test_a_lost_query_loses_the_rollouts_that_asked_it_and_no_other():
-  from stratified.rollout import loop
-  from stratified.rollout.agent import Lookup
-  lookups = {(0, 0, 0): Lookup(("a", "bad")), (0, 0, 1): Lookup(("a",)), (0, 1, 0): Lookup(("bad",))}
+  from stratified.agents import loop
+  from stratified.agents.agent import Lookup
+
+  lookups = {
+    (0, 0, 0): Lookup(("a", "bad")),
+    (0, 0, 1): Lookup(("a",)),
+    (0, 1, 0): Lookup(("bad",)),
+  }
   found = loop._search(lookups, Counting(), 1)
   assert isinstance(found[0, 0, 0], RetrieverError) and isinstance(found[0, 1, 0], RetrieverError)
   assert found[0, 0, 1] == [[Passage("a", "", "1")]]

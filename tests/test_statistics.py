@@ -8,44 +8,58 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from stratified import statistics
+from stratified.evaluation import intervals
 
 
 def test_bootstrap_interval_of_binary_scores_is_the_binomials():
   # Resampling n zeros and ones of mean p: the mean is Binomial(n, p) / n exactly.
   scores = [1.0] * 30 + [0.0] * 70
-  low, high = statistics.bootstrap_interval({"nq": scores}, resamples=40_000)
+  low, high = intervals.bootstrap_interval({"nq": scores}, resamples=40_000)
   expected = scipy.stats.binom(100, 0.3).ppf([0.025, 0.975]) / 100
-  assert (low, high) == pytest.approx(tuple(expected), abs=0.011)  # the two quantiles lie on a grid of 0.01
+  assert (low, high) == pytest.approx(
+    tuple(expected), abs=0.011
+  )  # the two quantiles lie on a grid of 0.01
 
 
 def test_bootstrap_interval_against_drawing_indices():
   rng = np.random.default_rng(3)
   sets = {"a": rng.random(40).round(1), "b": rng.random(7)}
-  drawn = sum(values[rng.integers(0, len(values), (40_000, len(values)))].mean(1) for values in sets.values()) / 2
+  drawn = (
+    sum(
+      values[rng.integers(0, len(values), (40_000, len(values)))].mean(1)
+      for values in sets.values()
+    )
+    / 2
+  )
   expected = np.quantile(drawn, [0.05, 0.95])
   # Monte Carlo error of a quantile here: about 0.1 / sqrt(40,000) / density = 0.002
-  assert statistics.bootstrap_interval(sets, level=0.9, resamples=40_000) == pytest.approx(tuple(expected), abs=0.004)
+  assert intervals.bootstrap_interval(sets, level=0.9, resamples=40_000) == pytest.approx(
+    tuple(expected), abs=0.004
+  )
 
 
 def test_bootstrap_interval_covers_as_often_as_it_says():
   rng = np.random.default_rng(0)
   covered = 0
   for trial in range(400):
-    low, high = statistics.bootstrap_interval({"x": rng.random(60) < 0.4}, seed=trial, resamples=500)
+    low, high = intervals.bootstrap_interval({"x": rng.random(60) < 0.4}, seed=trial, resamples=500)
     covered += low <= 0.4 <= high
-  assert 0.90 <= covered / 400 <= 0.99  # 95 %; three standard errors of 400 trials are 0.033, discreteness the rest
+  assert (
+    0.90 <= covered / 400 <= 0.99
+  )  # 95 %; three standard errors of 400 trials are 0.033, discreteness the rest
 
 
 def test_the_average_over_sets_weighs_sets_and_not_questions():
-  low, high = statistics.bootstrap_interval({"large": [1.0] * 1000, "small": [0.0] * 2})
+  low, high = intervals.bootstrap_interval({"large": [1.0] * 1000, "small": [0.0] * 2})
   assert (low, high) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize("only_a, only_b", [(0, 0), (1, 0), (5, 5), (3, 9), (40, 11), (700, 650), (0, 2000)])
+@pytest.mark.parametrize(
+  "only_a, only_b", [(0, 0), (1, 0), (5, 5), (3, 9), (40, 11), (700, 650), (0, 2000)]
+)
 def test_mcnemar_is_the_exact_binomial_test(only_a, only_b):
   expected = scipy.stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
-  assert statistics.mcnemar_p(only_a, only_b) == pytest.approx(expected, rel=1e-9)
+  assert intervals.mcnemar_p(only_a, only_b) == pytest.approx(expected, rel=1e-9)
 
 
 def test_sign_flips_agree_with_all_of_them():
@@ -53,43 +67,53 @@ def test_sign_flips_agree_with_all_of_them():
   observed = abs(np.mean([np.mean(values) for values in differences.values()]))
   count = as_large = 0
   for signs in itertools.product((1, -1), repeat=9):
-    flipped = [np.mean(np.array(differences["a"]) * signs[:5]), np.mean(np.array(differences["b"]) * signs[5:])]
+    flipped = [
+      np.mean(np.array(differences["a"]) * signs[:5]),
+      np.mean(np.array(differences["b"]) * signs[5:]),
+    ]
     count, as_large = count + 1, as_large + (abs(np.mean(flipped)) >= observed - 1e-12)
-  p = statistics.sign_flip_p(differences, resamples=100_000)
-  assert p == pytest.approx(as_large / count, abs=0.006)  # four standard errors of 100,000 draws at p = 0.2
+  p = intervals.sign_flip_p(differences, resamples=100_000)
+  assert p == pytest.approx(
+    as_large / count, abs=0.006
+  )  # four standard errors of 100,000 draws at p = 0.2
 
 
 def test_paired_difference_of_binary_scores():
   a, b = {"nq": [1, 1, 1, 0, 1, 0, 1, 1]}, {"nq": [0, 1, 0, 0, 1, 1, 0, 0]}
-  found = statistics.paired_difference(a, b)
-  assert found["difference"] == pytest.approx(3 / 8) and (found["only_a"], found["only_b"]) == (4, 1)
+  found = intervals.paired_difference(a, b)
+  assert found["difference"] == pytest.approx(3 / 8) and (found["only_a"], found["only_b"]) == (
+    4,
+    1,
+  )
   assert found["p_mcnemar"] == pytest.approx(scipy.stats.binomtest(1, 5).pvalue)
-  assert found["p_permutation"] == pytest.approx(found["p_mcnemar"], abs=0.02)  # the same test, by Monte Carlo
+  assert found["p_permutation"] == pytest.approx(
+    found["p_mcnemar"], abs=0.02
+  )  # the same test, by Monte Carlo
   assert found["low"] < found["difference"] < found["high"]
 
 
 def test_paired_difference_of_shares_has_no_mcnemar():
-  found = statistics.paired_difference({"nq": [0.5, 1.0]}, {"nq": [0.25, 1.0]})
+  found = intervals.paired_difference({"nq": [0.5, 1.0]}, {"nq": [0.25, 1.0]})
   assert "p_mcnemar" not in found and found["difference"] == 0.125
 
 
 def test_a_run_against_itself_shows_nothing():
   scores = {"nq": [0.0, 1.0, 1.0], "popqa": [1.0, 0.0]}
-  found = statistics.paired_difference(scores, scores)
+  found = intervals.paired_difference(scores, scores)
   assert (found["difference"], found["low"], found["high"]) == (0, 0, 0)
   assert found["p_mcnemar"] == found["p_permutation"] == 1.0
 
 
 def test_the_same_scores_give_the_same_numbers():
   scores = {"nq": list(np.random.default_rng(0).random(50))}
-  assert statistics.bootstrap_interval(scores) == statistics.bootstrap_interval(scores)
-  assert statistics.bootstrap_interval(scores) != statistics.bootstrap_interval(scores, seed=1)
+  assert intervals.bootstrap_interval(scores) == intervals.bootstrap_interval(scores)
+  assert intervals.bootstrap_interval(scores) != intervals.bootstrap_interval(scores, seed=1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(strategies.lists(strategies.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=30))
 def test_an_interval_lies_around_the_mean_and_inside_the_scores(values):
-  low, high = statistics.bootstrap_interval({"x": values}, resamples=400)
+  low, high = intervals.bootstrap_interval({"x": values}, resamples=400)
   assert min(values) - 1e-12 <= low <= high <= max(values) + 1e-12
   assert low - 1e-9 <= np.mean(values) + 0.25 and math.isfinite(low)
   if min(values) == max(values):
@@ -98,8 +122,8 @@ def test_an_interval_lies_around_the_mean_and_inside_the_scores(values):
 
 def test_what_cannot_be_compared_is_refused():
   with pytest.raises(ValueError, match="there are no scores: evaluate at least one question"):
-    statistics.bootstrap_interval({})
+    intervals.bootstrap_interval({})
   with pytest.raises(ValueError, match="there are no scores of popqa"):
-    statistics.bootstrap_interval({"nq": [1.0], "popqa": []})
+    intervals.bootstrap_interval({"nq": [1.0], "popqa": []})
   with pytest.raises(ValueError, match="needs the same sets and numbers of questions"):
-    statistics.paired_difference({"nq": [1.0]}, {"nq": [1.0, 0.0]})
+    intervals.paired_difference({"nq": [1.0]}, {"nq": [1.0, 0.0]})

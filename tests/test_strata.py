@@ -1,5 +1,5 @@
-"""Partition functions on hand-made trajectories, their composition, the shuffled control, and a user's own
-function."""
+"""Partition functions on hand-made trajectories, their composition, the shuffled control, and a
+user's own function."""
 
 import collections
 import subprocess
@@ -8,18 +8,22 @@ import sys
 import pytest
 
 from stratified import strata
-from stratified.types import Question
-from stratified.types import Search
-from stratified.types import Trajectory
-from stratified.types import Turn
+from stratified.types import Question, Search, Trajectory, Turn
 
 
 def trajectory(*turns, answer="Paris", fault=None, sample=0, question="q1", version=0):
   """Each turn is a tuple of search outcomes; () is a turn without an executed search."""
   searches = [tuple(Search("capital", outcome) for outcome in outcomes) for outcomes in turns]
   made = tuple(Turn("search" if executed else "invalid", "", executed) for executed in searches)
-  return Trajectory(Question(question, "?", ("Paris",)), sample, (), made, answer, fault=fault,
-                    weight_version=version)
+  return Trajectory(
+    Question(question, "?", ("Paris",)),
+    sample,
+    (),
+    made,
+    answer,
+    fault=fault,
+    weight_version=version,
+  )
 
 
 NONE = trajectory(answer=None)
@@ -30,14 +34,17 @@ ERRORS = trajectory(("error",), answer=None)
 GROUP = [NONE, INVALID_FIRST, EMPTY, TWO_IN_ONE_CALL, ERRORS]
 
 
-@pytest.mark.parametrize("name,ids,num_strata", [
+@pytest.mark.parametrize(
+  "name,ids,num_strata",
+  [
     ("searches", [0, 1, 2, 3, 1], 5),
     ("first_search", [0, 2, 1, 1, 1], 5),
     ("outcome", [0, 3, 2, 3, 1], 4),
     ("answered", [0, 1, 1, 1, 0], 2),
     ("searches*outcome", [0, 1 * 4 + 3, 2 * 4 + 2, 3 * 4 + 3, 1 * 4 + 1], 20),
     ("answered * searches * answered", [0, 10 + 2 + 1, 10 + 4 + 1, 10 + 6 + 1, 2], 20),
-])
+  ],
+)
 def test_ids(name, ids, num_strata):
   assign, count = strata.make(name)
   assert assign(GROUP) == ids
@@ -54,13 +61,20 @@ def test_counts_above_the_cap_share_the_last_stratum():
 
 
 def _many(question="q1", version=0):
-  return [trajectory(*[("hit",)] * (k % 4), sample=k, question=question, version=version) for k in range(12)]
+  return [
+    trajectory(*[("hit",)] * (k % 4), sample=k, question=question, version=version)
+    for k in range(12)
+  ]
 
 
 def test_random_keeps_the_sizes_and_depends_on_seed_step_and_question():
   base = strata.make("searches").assign(_many())
-  draws = [strata.make("random", seed=seed).assign(_many(question), step)
-           for seed in (0, 1) for step in (0, 1) for question in ("q1", "q2")]
+  draws = [
+    strata.make("random", seed=seed).assign(_many(question), step)
+    for seed in (0, 1)
+    for step in (0, 1)
+    for question in ("q1", "q2")
+  ]
   for ids in draws:
     assert collections.Counter(ids) == collections.Counter(base)
   assert len({tuple(ids) for ids in draws}) == 8
@@ -79,7 +93,10 @@ def test_random_shuffles_another_base():
 
 
 def test_random_leaves_lost_rollouts_out_of_the_sizes():
-  group = [trajectory(*[("hit",)] * (k % 3), sample=k, fault="timeout" if k < 4 else None) for k in range(12)]
+  group = [
+    trajectory(*[("hit",)] * (k % 3), sample=k, fault="timeout" if k < 4 else None)
+    for k in range(12)
+  ]
   base = strata.make("searches").assign(group)
   for step in range(20):
     ids = strata.make("random").assign(group, step)
@@ -87,7 +104,8 @@ def test_random_leaves_lost_rollouts_out_of_the_sizes():
 
 
 def test_every_position_is_equally_likely():
-  # 2,000 shuffles of one marked rollout among 4: each position 500 times, 5 standard deviations are 97.
+  # 2,000 shuffles of one marked rollout among 4: each position 500 times, 5 standard deviations are
+  # 97.
   group = [trajectory(*[("hit",)] * (k == 0), sample=k) for k in range(4)]
   assign = strata.make("random").assign
   places = collections.Counter(assign(group, step).index(1) for step in range(2000))
@@ -96,19 +114,22 @@ def test_every_position_is_equally_likely():
 
 def test_a_function_of_your_own(tmp_path, monkeypatch):
   (tmp_path / "my_strata_module.py").write_text(
-      "import numpy as np\n"
-      "def words(trajectory): return np.int64(len((trajectory.answer or '').split()))\n"
-      "def is_long(trajectory): return trajectory.num_searches > 1\n"
-      "def half(trajectory): return 0.5\n"
-      "def minus(trajectory): return -1\n"
-      "broken = 3\n")
+    "import numpy as np\n"
+    "def words(trajectory): return np.int64(len((trajectory.answer or '').split()))\n"
+    "def is_long(trajectory): return trajectory.num_searches > 1\n"
+    "def half(trajectory): return 0.5\n"
+    "def minus(trajectory): return -1\n"
+    "broken = 3\n"
+  )
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr("sys.path", list(sys.path))
   assert strata.make("my_strata_module:words", cap=2).assign(GROUP) == [0, 1, 1, 1, 0]
   assert strata.make("my_strata_module:is_long*answered", cap=1).assign(GROUP) == [0, 1, 3, 3, 0]
   assert all(type(k) is int for k in strata.make("my_strata_module:words").assign(GROUP))
   for name, value in (("half", "0.5"), ("minus", "-1")):
-    with pytest.raises(ValueError, match=f"{name} returned {value}; a stratum is a whole number, 0 or more"):
+    with pytest.raises(
+      ValueError, match=f"{name} returned {value}; a stratum is a whole number, 0 or more"
+    ):
       strata.make(f"my_strata_module:{name}").assign(GROUP)
   for name in ("absent", "broken"):
     with pytest.raises(ValueError, match=f"has no function '{name}'"):
@@ -123,7 +144,9 @@ def test_an_import_error_inside_a_module_of_your_own_is_not_hidden(tmp_path, mon
     strata.make("strata_needs_absent:f")
 
 
-@pytest.mark.parametrize("options,words", [
+@pytest.mark.parametrize(
+  "options,words",
+  [
     (dict(name="turns"), ["strata.name", "'turns'", "searches", "module:function"]),
     (dict(name="searches*turns"), ["'searches*turns'", "'turns'"]),
     (dict(name="searches", cap=0), ["strata.cap", "0", "1 or more"]),
@@ -131,7 +154,8 @@ def test_an_import_error_inside_a_module_of_your_own_is_not_hidden(tmp_path, mon
     (dict(name="random", base="random"), ["strata.base", "'searches'"]),
     (dict(name="random", base="turns"), ["'turns'"]),
     (dict(name="no_such_module_here:f"), ["no module 'no_such_module_here'", "PYTHONPATH"]),
-])
+  ],
+)
 def test_a_bad_choice_is_one_clear_sentence(options, words):
   with pytest.raises(ValueError) as caught:
     strata.make(**options)

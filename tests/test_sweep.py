@@ -1,4 +1,5 @@
-"""Sweeps: how they expand, what is resumed, how a run's failure or a signal is borne, what a shared warm start is."""
+"""Sweeps: how they expand, what is resumed, how a run's failure or a signal is borne, what a shared
+warm start is."""
 
 import json
 import pathlib
@@ -10,14 +11,17 @@ import time
 import pytest
 
 from configs import baselines, search_r1
-from experiments import sweep, sweep_runs
-from stratified import metrics, runs as workdirs
+from experiments import sweep
+from stratified import files
+from stratified.runs import sweeps
+from stratified.runs import writer as metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 SEARCH_R1 = "configs/search_r1.py"
 
-# Stands in for experiments/train.py: writes the rows of a run, one step a call of `--slow`, fails where it is told to.
-TRAIN = '''
+# Stands in for experiments/train.py: writes the rows of a run, one step a call of `--slow`, fails
+# where it is told to.
+TRAIN = """
 import json, pathlib, signal, sys, time
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -39,7 +43,7 @@ with path.open("a") as file:
     if asked:
       print("saved", flush=True); sys.exit(0)
   file.write(json.dumps({"step": config["num_steps"], "eval/exact_match": config["advantage"]["alpha"]}) + "\\n")
-'''
+"""
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def train(tmp_path):
   return [sys.executable, str(script)]
 
 
-class Idle(sweep_runs.Relay):
+class Idle(sweeps.Relay):
   """A relay that installs no signal handler: the tests' process keeps its own."""
 
   def __init__(self):
@@ -70,7 +74,14 @@ def planned(folder, names=("alpha",), seeds=None, file=SEARCH_R1, argument="tiny
 
 def test_alpha_goes_from_grpo_to_san_in_steps_of_a_fifth(tmp_path):
   jobs = planned(tmp_path)
-  assert [job.name for job in jobs] == ["alpha-0", "alpha-0.2", "alpha-0.4", "alpha-0.6", "alpha-0.8", "alpha-1"]
+  assert [job.name for job in jobs] == [
+    "alpha-0",
+    "alpha-0.2",
+    "alpha-0.4",
+    "alpha-0.6",
+    "alpha-0.8",
+    "alpha-1",
+  ]
   assert [job.config["advantage.alpha"] for job in jobs] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
   assert all(job.config["num_steps"] == 3 for job in jobs)
   assert "--config.num_steps=3" in jobs[1].flags and "--config.advantage.alpha=0.2" in jobs[1].flags
@@ -110,7 +121,11 @@ def test_a_sweep_over_presets_keeps_what_follows_the_second_colon(tmp_path):
 
 def test_settings_that_would_share_a_name_do_not_share_a_folder():
   points = [{"strata.name": "my mod:f"}, {"strata.name": "my-mod:f"}, {"strata.name": "x"}]
-  assert [name for name, _ in sweep.named(points)] == ["strata-my-mod-f", "strata-my-mod-f_again-1", "strata-x"]
+  assert [name for name, _ in sweep.named(points)] == [
+    "strata-my-mod-f",
+    "strata-my-mod-f_again-1",
+    "strata-x",
+  ]
 
 
 @pytest.mark.parametrize("module", [search_r1, baselines], ids=["search_r1", "baselines"])
@@ -118,27 +133,51 @@ def test_every_sweep_of_the_configs_fits_them(module, tmp_path):
   names = [name.removeprefix("sweep_") for name in vars(module) if name.startswith("sweep_")]
   assert {"alpha", "strata", "seeds"} < set(names)
   for name in names:
-    file, argument = f"{module.__name__.replace('.', '/')}.py", "tiny" if module is search_r1 else "grpo"
+    file, argument = (
+      f"{module.__name__.replace('.', '/')}.py",
+      "tiny" if module is search_r1 else "grpo",
+    )
     jobs = planned(tmp_path / name, names=(name,), file=file, argument=argument)
     assert len({json.dumps(job.config, sort_keys=True) for job in jobs}) == len(jobs) > 1
 
 
-@pytest.mark.parametrize("names, seeds, given, sentence", [
-    (("beta",), None, {}, r"--sweep=beta is unknown; .*search_r1\.py has alpha, estimators, seeds, strata"),
+@pytest.mark.parametrize(
+  "names, seeds, given, sentence",
+  [
+    (
+      ("beta",),
+      None,
+      {},
+      r"--sweep=beta is unknown; .*search_r1\.py has alpha, estimators, seeds, strata",
+    ),
     ((), None, {}, r"nothing to sweep over: name --sweep \(one or more of alpha, .*or --seeds"),
-    (("alpha", "estimators"), None, {}, r"advantage\.name is set twice, by --sweep=alpha,estimators; leave one"),
+    (
+      ("alpha", "estimators"),
+      None,
+      {},
+      r"advantage\.name is set twice, by --sweep=alpha,estimators; leave one",
+    ),
     (("seeds",), 2, {}, r"seed is set twice, by --sweep=seeds and --seeds"),
-    (("alpha",), None, {"advantage.alpha": 0.3}, r"--config\.advantage\.alpha is what the sweep sets itself; leave"),
-])
+    (
+      ("alpha",),
+      None,
+      {"advantage.alpha": 0.3},
+      r"--config\.advantage\.alpha is what the sweep sets itself; leave",
+    ),
+  ],
+)
 def test_a_sweep_that_makes_no_sense_is_refused_in_words(names, seeds, given, sentence, tmp_path):
   with pytest.raises(ValueError, match=sentence):
     planned(tmp_path, names=names, seeds=seeds, **given)
 
 
-@pytest.mark.parametrize("change, sentence", [
+@pytest.mark.parametrize(
+  "change, sentence",
+  [
     ({"advantage.beta": 1.0}, r"advantage\.beta=1\.0 does not fit the config"),
     ({"num_steps": "many"}, r"num_steps='many' does not fit the config"),
-])
+  ],
+)
 def test_a_sweep_over_a_key_or_type_that_the_config_lacks_is_refused(change, sentence):
   with pytest.raises(ValueError, match=sentence):
     sweep.configure(search_r1, "tiny", change)
@@ -149,8 +188,8 @@ def test_a_sweep_over_a_key_or_type_that_the_config_lacks_is_refused(change, sen
 
 @pytest.mark.parametrize("method", baselines.METHODS)
 def test_a_method_changes_what_it_says_and_nothing_else(method):
-  base = metrics.flatten(json.loads(search_r1.get_config("tiny").to_json()))
-  made = metrics.flatten(json.loads(baselines.get_config(method).to_json()))
+  base = files.flatten(json.loads(search_r1.get_config("tiny").to_json()))
+  made = files.flatten(json.loads(baselines.get_config(method).to_json()))
   changed = {key for key in base | made if base.get(key) != made.get(key)}
   assert changed <= set(baselines.METHODS[method]) | {"advantage.alpha_steps"}
   for key, value in baselines.METHODS[method].items():
@@ -158,7 +197,8 @@ def test_a_method_changes_what_it_says_and_nothing_else(method):
 
 
 def test_every_method_is_one_that_training_accepts():
-  from experiments import check
+  from stratified.runs import check
+
   for method in baselines.METHODS:
     check.check(baselines.get_config(method))
 
@@ -166,11 +206,17 @@ def test_every_method_is_one_that_training_accepts():
 def test_annealing_ends_with_the_run_however_long_it_is():
   config = baselines.get_config("annealed")
   config.num_steps = 20
-  assert (config.advantage.alpha, config.advantage.alpha_end, config.advantage.alpha_steps) == (1.0, 0.0, 20)
+  assert (config.advantage.alpha, config.advantage.alpha_end, config.advantage.alpha_steps) == (
+    1.0,
+    0.0,
+    20,
+  )
 
 
 def test_an_unknown_method_or_preset_names_the_choices():
-  with pytest.raises(ValueError, match=r"method 'ppo' is unknown; choose one of grpo, san, stratified_grpo, "):
+  with pytest.raises(
+    ValueError, match=r"method 'ppo' is unknown; choose one of grpo, san, stratified_grpo, "
+  ):
     baselines.get_config("ppo")
   with pytest.raises(ValueError, match=r"preset 'huge' is unknown"):
     baselines.get_config("san:huge")
@@ -181,35 +227,50 @@ def test_an_unknown_method_or_preset_names_the_choices():
 
 def test_a_failing_run_is_reported_and_stops_no_other(tmp_path, train, capsys):
   jobs = planned(tmp_path / "runs")
-  failed = sweep_runs.run_all(jobs, Idle(), train=train)
+  failed = sweeps.run_all(jobs, Idle(), train=train)
   assert list(failed) == ["alpha-0.4"]
-  assert "status 1" in failed["alpha-0.4"] and "RuntimeError: three updates were not finite" in failed["alpha-0.4"]
-  assert [sweep_runs.where(job) for job in jobs] == ["finished"] * 2 + ["not started"] + ["finished"] * 3
+  assert (
+    "status 1" in failed["alpha-0.4"]
+    and "RuntimeError: three updates were not finite" in failed["alpha-0.4"]
+  )
+  assert [sweeps.where(job) for job in jobs] == ["finished"] * 2 + ["not started"] + [
+    "finished"
+  ] * 3
   assert (jobs[0].workdir / "train.log").read_text() == "step 1\nstep 2\nstep 3\n"
   assert "=== run 6 of 6: alpha-1 (not started, about " in capsys.readouterr().out
 
 
 def test_finished_runs_are_skipped_and_unfinished_ones_go_on(tmp_path, train, capsys):
   jobs = planned(tmp_path / "runs")[:2]
-  sweep_runs.run_all(jobs, Idle(), train=train)
+  sweeps.run_all(jobs, Idle(), train=train)
   path = jobs[1].workdir / "metrics.jsonl"
   path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
   before = (jobs[0].workdir / "metrics.jsonl").read_bytes()
   capsys.readouterr()
-  assert sweep_runs.where(jobs[1]) == "step 1 of 3"
-  assert sweep_runs.run_all(jobs, Idle(), train=train) == {}
+  assert sweeps.where(jobs[1]) == "step 1 of 3"
+  assert sweeps.run_all(jobs, Idle(), train=train) == {}
   said = capsys.readouterr().out
-  assert "1 of 2 runs are finished already" in said and "run 1 of 1: alpha-0.2 (step 1 of 3)" in said
+  assert (
+    "1 of 2 runs are finished already" in said and "run 1 of 1: alpha-0.2 (step 1 of 3)" in said
+  )
   assert "step 1\n" not in said and "step 2\n" in said
   assert (jobs[0].workdir / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_finished_run_of_another_config_is_not_taken_for_this_one(tmp_path, train):
-  sweep_runs.run_all(planned(tmp_path / "runs")[:1], Idle(), train=train)
+  sweeps.run_all(planned(tmp_path / "runs")[:1], Idle(), train=train)
 
   def state(**given):
-    return sweep_runs.where(sweep.plan(
-        str(ROOT / SEARCH_R1), "tiny", {"num_steps": 3, **given}, ("alpha",), None, tmp_path / "runs")[0][0])
+    return sweeps.where(
+      sweep.plan(
+        str(ROOT / SEARCH_R1),
+        "tiny",
+        {"num_steps": 3, **given},
+        ("alpha",),
+        None,
+        tmp_path / "runs",
+      )[0][0]
+    )
 
   assert state() == state(**{"checkpoint.every": 7, "mesh.data": 4}) == "finished"
   assert state(**{"optimizer.learning_rate": 0.123}) == "another config"
@@ -218,7 +279,7 @@ def test_a_finished_run_of_another_config_is_not_taken_for_this_one(tmp_path, tr
 
 def test_the_table_has_a_row_a_setting_and_names_what_is_missing(tmp_path, train):
   jobs = planned(tmp_path / "runs", seeds=2)
-  sweep_runs.run_all(jobs[:8], Idle(), train=train)
+  sweeps.run_all(jobs[:8], Idle(), train=train)
   text = sweep.write_table(jobs, tmp_path / "runs")
   assert text == (tmp_path / "runs" / "sweep.md").read_text()
   rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
@@ -227,7 +288,10 @@ def test_the_table_has_a_row_a_setting_and_names_what_is_missing(tmp_path, train
   assert "alpha-0.4_seed-0 has no training step yet" in text
   made = json.loads((tmp_path / "runs" / "sweep.json").read_text())
   assert made["groups"]["alpha-0.2"]["end"]["eval/exact_match"]["mean"] == 0.2
-  assert sorted(path.name for path in (tmp_path / "runs").glob("sweep*")) == ["sweep.json", "sweep.md"]
+  assert sorted(path.name for path in (tmp_path / "runs").glob("sweep*")) == [
+    "sweep.json",
+    "sweep.md",
+  ]
 
 
 SLEEPER = """
@@ -276,30 +340,41 @@ def warm(job, steps=2, seed=None):
 def test_a_run_takes_the_warm_start_that_it_would_repeat(tmp_path):
   jobs = planned(tmp_path, **{"warm_start.num_steps": 2})
   warm(jobs[0])
-  assert sweep_runs.share_warm_start(jobs[3]) == jobs[0].workdir
+  assert sweeps.share_warm_start(jobs[3]) == jobs[0].workdir
   assert (jobs[3].workdir / "warm_start/checkpoints/2/arrays").read_bytes() == b"\0\1\2"
   lines = (jobs[0].workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
   assert (jobs[3].workdir / "metrics.jsonl").read_text() == "".join(lines[:2])
   assert list((jobs[3].workdir / "tensorboard/warm_start").iterdir())
-  assert sweep_runs.share_warm_start(jobs[3]) is None  # it has begun now
+  assert sweeps.share_warm_start(jobs[3]) is None  # it has begun now
 
 
-@pytest.mark.parametrize("change", [
-    {"seed": 1}, {"policy.width": 64}, {"data.entities": 100}, {"warm_start.learning_rate": 0.123},
-    {"optimizer.clip_norm": 2.0}, {"rollout.max_turns": 2}, {"packing.rows": 4}, {"mesh.data": 2}, {"warm_start.num_steps": 3},
-], ids=lambda change: next(iter(change)))
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"seed": 1},
+    {"policy.width": 64},
+    {"data.entities": 100},
+    {"warm_start.learning_rate": 0.123},
+    {"optimizer.clip_norm": 2.0},
+    {"rollout.max_turns": 2},
+    {"packing.rows": 4},
+    {"mesh.data": 2},
+    {"warm_start.num_steps": 3},
+  ],
+  ids=lambda change: next(iter(change)),
+)
 def test_a_warm_start_of_another_seed_or_setting_is_not_taken(change, tmp_path):
   donor = planned(tmp_path, **{"warm_start.num_steps": 2})[0]
   warm(donor)
   other = planned(tmp_path, **({"warm_start.num_steps": 2} | change))[1]
-  assert sweep_runs.share_warm_start(other) is None
+  assert sweeps.share_warm_start(other) is None
   assert not (other.workdir / "warm_start").exists()
 
 
 def test_an_unfinished_warm_start_is_not_taken(tmp_path):
   jobs = planned(tmp_path, **{"warm_start.num_steps": 2})
   warm(jobs[0], steps=1)
-  assert sweep_runs.share_warm_start(jobs[1]) is None
+  assert sweeps.share_warm_start(jobs[1]) is None
 
 
 class Watched:
@@ -320,24 +395,47 @@ class Watched:
 
 
 def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeypatch, tmp_path):
-  """phases.warm_start itself is run, on a config that notes what is read; only the jitted step is left out."""
+  """phases.warm_start itself is run, on a config that notes what is read; only the jitted step is
+  left out."""
   import fnmatch
-  from experiments import build, phases, worlds
-  from stratified import update
-  from stratified.checkpoint import Checkpointer
+
   from test_train import config as smallest
+
+  from stratified.learner import update
+  from stratified.runs import build, phases
+  from stratified.runs.checkpoint import Checkpointer
+  from stratified.tasks import worlds
 
   seen = set()
   watched = Watched(smallest(**{"warm_start.mixture": (0.5, 0.5)}), seen)
   made = []
-  monkeypatch.setattr(update, "make_update", lambda *args, **kwargs: made.append(kwargs) or (
-      lambda state, batch: (state, {"warm_start/loss": 1.0, "grad/norm": 1.0})))
+  monkeypatch.setattr(
+    update,
+    "make_update",
+    lambda *args, **kwargs: (
+      made.append(kwargs)
+      or (lambda state, batch: (state, {"warm_start/loss": 1.0, "grad/norm": 1.0}))
+    ),
+  )
   monkeypatch.setattr(phases.Stop, "__init__", lambda self: setattr(self, "asked", False))
   mesh = build.mesh_of(watched)
   world = worlds.world(watched)
-  with Checkpointer(tmp_path / "warm_start", 100) as checkpointer, metrics.Writer(tmp_path) as writer:
-    phases.warm_start(watched, mesh, world, build.model_config(watched), writer, checkpointer, phases.Stop())
+  with (
+    Checkpointer(tmp_path / "warm_start", 100) as checkpointer,
+    metrics.Writer(tmp_path) as writer,
+  ):
+    phases.warm_start(
+      watched, mesh, world, build.model_config(watched), writer, checkpointer, phases.Stop()
+    )
   assert len(made) == 1
-  assert {"seed", "warm_start.num_steps", "policy.width", "data.hop_shares", "optimizer.clip_norm"} <= seen
-  shared = {key for key in seen if any(fnmatch.fnmatchcase(key, one) for one in sweep_runs.NOT_IN_WARM_START)}
+  assert {
+    "seed",
+    "warm_start.num_steps",
+    "policy.width",
+    "data.hop_shares",
+    "optimizer.clip_norm",
+  } <= seen
+  shared = {
+    key for key in seen if any(fnmatch.fnmatchcase(key, one) for one in sweeps.NOT_IN_WARM_START)
+  }
   assert not shared

@@ -1,16 +1,16 @@
-"""The propositions and theorems of arXiv 2510.06214 on the library's kernels, the closed forms, and the
-diagnostics."""
+"""The propositions and theorems of arXiv 2510.06214 on the library's kernels, the closed forms, and
+the diagnostics."""
 
 import types
 
 import jax
 import numpy as np
 import pytest
-
 import reference
-from stratified import advantages
-from stratified import theory
 import theorem_checks
+
+from stratified import advantages
+from stratified.advantages import theory
 
 KERNELS = types.SimpleNamespace(advantages=advantages, theory=theory)
 diagnostics = jax.jit(theory.diagnostics, static_argnames="num_strata")
@@ -21,12 +21,12 @@ def test_holds(name):
   theorem_checks.CHECKS[name](KERNELS)
 
 
-# Probabilities of the strata, success rates inside, and the zero-advantage shares of SAN and GN at K = 8, to
-# two digits; singletons are 6 to 13 % there.
+# Probabilities of the strata, success rates inside, and the zero-advantage shares of SAN and GN at
+# K = 8, to two digits; singletons are 6 to 13 % there.
 SETTINGS = {
-    "three equal strata": ([1 / 3] * 3, [0.3] * 3, 0.38, 0.06),
-    "four equal strata": ([0.25] * 4, [0.3] * 4, 0.48, 0.06),
-    "uneven strata": ([0.1, 0.5, 0.3, 0.1], [0.1, 0.3, 0.4, 0.3], 0.39, 0.05),
+  "three equal strata": ([1 / 3] * 3, [0.3] * 3, 0.38, 0.06),
+  "four equal strata": ([0.25] * 4, [0.3] * 4, 0.48, 0.06),
+  "uneven strata": ([0.1, 0.5, 0.3, 0.1], [0.1, 0.3, 0.4, 0.3], 0.39, 0.05),
 }
 
 
@@ -51,9 +51,14 @@ def test_expected_shares_are_what_simulated_groups_show(setting):
 
 
 def test_attenuation_at_eight_rollouts():
-  for name, p, q, factor in (("stratified", 0.1, None, 0.29), ("stratified", 1 / 3, None, 0.64),
-                             ("stratified", 1.0, None, 0.875), ("stratified_loo", 0.1, None, 0.52),
-                             ("san", 0.1, 0.3, 0.27), ("san", 0.1, 0.05, 0.13)):
+  for name, p, q, factor in (
+    ("stratified", 0.1, None, 0.29),
+    ("stratified", 1 / 3, None, 0.64),
+    ("stratified", 1.0, None, 0.875),
+    ("stratified_loo", 0.1, None, 0.52),
+    ("san", 0.1, 0.3, 0.27),
+    ("san", 0.1, 0.05, 0.13),
+  ):
     assert abs(theory.attenuation(name, p, 8, q) - factor) < 0.006, (name, p, q)
   with pytest.raises(ValueError, match="'gn'"):
     theory.attenuation("gn", 0.1, 8)
@@ -67,7 +72,9 @@ def test_moments_of_each_stratum():
     for samples in (8, 20):
       reward, stratum = rng.normal(size=samples) + 1e6, rng.integers(0, 3, samples).astype(np.int32)
       mask = (rng.random(samples) < 0.7).astype(float)
-      got = jax.jit(theory.moments, static_argnames="num_strata")(reward, stratum, num_strata=5, mask_k=mask)
+      got = jax.jit(theory.moments, static_argnames="num_strata")(
+        reward, stratum, num_strata=5, mask_k=mask
+      )
       table = reference.statistics(reward, stratum, mask)[2]
       want = np.array([table.get(k, (0, 0, 0)) for k in range(5)]).T
       np.testing.assert_allclose(np.array(got), want, rtol=1e-9, atol=1e-9)
@@ -76,7 +83,10 @@ def test_moments_of_each_stratum():
 def test_san_pushes_no_stratum_when_every_token_weighs_the_same():
   rng = np.random.default_rng(0)
   reward = rng.integers(0, 2, (50, 8)).astype(float)
-  stratum, length = rng.integers(0, 3, (50, 8)).astype(np.int32), rng.integers(5, 50, (50, 8)).astype(float)
+  stratum, length = (
+    rng.integers(0, 3, (50, 8)).astype(np.int32),
+    rng.integers(5, 50, (50, 8)).astype(float),
+  )
   with jax.enable_x64(True):
     push = {}
     for name in ("san", "gn"):
@@ -87,13 +97,17 @@ def test_san_pushes_no_stratum_when_every_token_weighs_the_same():
         np.testing.assert_allclose(np.asarray(got), by_hand, atol=1e-12)
         push[name, weighing] = np.asarray(got)
   assert np.abs(push["san", "unit"]).max() < 1e-9
-  assert np.abs(push["san", "per length"]).max() > 0.01  # averaging each sequence by its length breaks it
+  assert (
+    np.abs(push["san", "per length"]).max() > 0.01
+  )  # averaging each sequence by its length breaks it
   assert np.abs(push["gn", "unit"]).max() > 1
 
 
 def _diagnostics_by_hand(reward, stratum, mask, advantage, num_strata, eps):
   valid = mask > 0
-  questions = [(r, s, m, reference.statistics(r, s, m)) for r, s, m in zip(reward, stratum, mask) if m.any()]
+  questions = [
+    (r, s, m, reference.statistics(r, s, m)) for r, s, m in zip(reward, stratum, mask) if m.any()
+  ]
   terms = []
   for r, s, m, (r_g, s_g, table) in questions:
     n = m.sum()
@@ -102,24 +116,34 @@ def _diagnostics_by_hand(reward, stratum, mask, advantage, num_strata, eps):
     lone = sum(n_k == 1 for n_k, _, _ in table.values())
     terms.append((between, term_b, np.sqrt(between) / (s_g + eps), len(table), lone))
   between, term_b, offset, count, alone = np.array(terms).T
-  parts = [(reference.stratified(r, s, m), reference.centered(r, s, m) - reference.stratified(r, s, m))
-           for r, s, m in zip(reward, stratum, mask)]
+  parts = [
+    (reference.stratified(r, s, m), reference.centered(r, s, m) - reference.stratified(r, s, m))
+    for r, s, m in zip(reward, stratum, mask)
+  ]
   within, bias = (np.array(x)[valid] for x in zip(*parts))
   rms = lambda x: np.sqrt(np.mean(x**2))
   return {
-      "advantage/zero_share": np.mean(advantage[valid] == 0), "advantage/rms": rms(advantage[valid]),
-      "advantage/within_rms": rms(within), "advantage/between_rms": rms(bias),
-      "strata/count": count.mean(), "strata/singleton_share": alone.sum() / valid.sum(),
-      **{f"strata/share_{k}": np.mean(stratum[valid] == k) for k in range(num_strata)},
-      "theory/between_stratum_variance": between.mean(), "theory/normalization_effect": term_b.mean(),
-      "theory/cross_stratum_offset_rms": offset.mean()}
+    "advantage/zero_share": np.mean(advantage[valid] == 0),
+    "advantage/rms": rms(advantage[valid]),
+    "advantage/within_rms": rms(within),
+    "advantage/between_rms": rms(bias),
+    "strata/count": count.mean(),
+    "strata/singleton_share": alone.sum() / valid.sum(),
+    **{f"strata/share_{k}": np.mean(stratum[valid] == k) for k in range(num_strata)},
+    "theory/between_stratum_variance": between.mean(),
+    "theory/normalization_effect": term_b.mean(),
+    "theory/cross_stratum_offset_rms": offset.mean(),
+  }
 
 
 @pytest.mark.parametrize("samples", [5, 8, 20])
 def test_diagnostics_equal_the_reference(samples):
   rng = np.random.default_rng(1)
   shape = (12, samples)
-  reward, stratum = rng.integers(0, 2, shape).astype(float), rng.integers(0, 4, shape).astype(np.int32)
+  reward, stratum = (
+    rng.integers(0, 2, shape).astype(float),
+    rng.integers(0, 4, shape).astype(np.int32),
+  )
   mask = (rng.random(shape) < 0.7).astype(float)
   mask[0] = 0
   reward[1] = 1

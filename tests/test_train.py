@@ -1,4 +1,5 @@
-"""experiments/train.py end to end on the smallest run there is: what it writes, and that no stop changes it."""
+"""experiments/train.py end to end on the smallest run there is: what it writes, and that no stop
+changes it."""
 
 import json
 import pathlib
@@ -11,17 +12,35 @@ import time
 import pytest
 
 from configs import search_r1
-from experiments import check
-from stratified import checkpoint
+from stratified.runs import check, checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 SETTINGS = {
-    "num_steps": 4, "warm_start.num_steps": 2, "warm_start.demonstrations_per_step": 4, "policy.width": 16,
-    "policy.num_layers": 1, "policy.num_heads": 2, "policy.num_kv_heads": 1, "policy.mlp_width": 16, "policy.unroll": 1,
-    "data.entities": 60, "data.questions_per_step": 2, "rollout.samples_per_question": 3, "rollout.max_turns": 3,
-    "rollout.max_turn_tokens": 20, "rollout.max_observation_tokens": 24, "rollout.max_tokens": 128,
-    "packing.row_length": 128, "packing.rows": 2, "sampler.lanes": 6, "sampler.block": 6, "sampler.rows": 2,
-    "eval.questions": 3, "eval.every": 2, "eval.forced": False, "checkpoint.every": 2,
+  "num_steps": 4,
+  "warm_start.num_steps": 2,
+  "warm_start.demonstrations_per_step": 4,
+  "policy.width": 16,
+  "policy.num_layers": 1,
+  "policy.num_heads": 2,
+  "policy.num_kv_heads": 1,
+  "policy.mlp_width": 16,
+  "policy.unroll": 1,
+  "data.entities": 60,
+  "data.questions_per_step": 2,
+  "rollout.samples_per_question": 3,
+  "rollout.max_turns": 3,
+  "rollout.max_turn_tokens": 20,
+  "rollout.max_observation_tokens": 24,
+  "rollout.max_tokens": 128,
+  "packing.row_length": 128,
+  "packing.rows": 2,
+  "sampler.lanes": 6,
+  "sampler.block": 6,
+  "sampler.rows": 2,
+  "eval.questions": 3,
+  "eval.every": 2,
+  "eval.forced": False,
+  "checkpoint.every": 2,
 }
 KEYS = """
     step reward/mean reward/exact_match rollout/searches_mean rollout/tokens_per_second rollout/failed
@@ -34,7 +53,13 @@ KEYS = """
 
 def command(workdir, **changes):
   flags = [f"--config.{name}={value}" for name, value in (SETTINGS | changes).items()]
-  return [sys.executable, "experiments/train.py", "--config=configs/search_r1.py:tiny", f"--workdir={workdir}", *flags]
+  return [
+    sys.executable,
+    "experiments/train.py",
+    "--config=configs/search_r1.py:tiny",
+    f"--workdir={workdir}",
+    *flags,
+  ]
 
 
 def run(workdir, **changes):
@@ -69,7 +94,9 @@ def whole(tmp_path_factory):
 def test_a_run_writes_every_file_and_key_of_the_contract(whole):
   for name in ("config.json", "metrics.jsonl", "evaluation.json", "report.html", "checkpoints/4"):
     assert (whole / name).exists(), name
-  assert [p.name for p in sorted((whole / "trajectories").iterdir())] == [f"step_00000{i}.jsonl" for i in (1, 2, 3, 4)]
+  assert [p.name for p in sorted((whole / "trajectories").iterdir())] == [
+    f"step_00000{i}.jsonl" for i in (1, 2, 3, 4)
+  ]
   assert list(whole.glob("tensorboard/train/*")) and list(whole.glob("tensorboard/warm_start/*"))
   stored = json.loads((whole / "config.json").read_text())
   assert stored["policy"]["width"] == 16 and stored["num_steps"] == 4
@@ -89,9 +116,12 @@ def test_a_run_writes_every_file_and_key_of_the_contract(whole):
 
 
 def test_trajectories_hold_what_the_step_rolled_out(whole):
-  step = [json.loads(line) for line in (whole / "trajectories" / "step_000003.jsonl").read_text().splitlines()]
+  step = [
+    json.loads(line)
+    for line in (whole / "trajectories" / "step_000003.jsonl").read_text().splitlines()
+  ]
   assert len(step) == 6 and len({one["question_id"] for one in step}) == 2
-  row, = (row for row in rows(whole) if row.get("step") == 3 and "reward/mean" in row)
+  (row,) = (row for row in rows(whole) if row.get("step") == 3 and "reward/mean" in row)
   assert row["reward/mean"] == pytest.approx(sum(one["reward"] for one in step) / 6)
   assert row["rollout/searches_mean"] == pytest.approx(sum(one["searches"] for one in step) / 6)
   policy = sum(s["tokens"] for one in step for s in one["segments"] if s["origin"] == "policy")
@@ -99,14 +129,18 @@ def test_trajectories_hold_what_the_step_rolled_out(whole):
 
 
 def interrupt(workdir, number, when, patience=900, **changes):
-  """Starts the run, sends it the signal once `when(rows)` holds, and waits for its end; (exit status, output).
+  """Starts the run, sends it the signal once `when(rows)` holds, and waits for its end; (exit
+  status, output).
 
-  Rows count once this process has changed their number: those of the run before may still stand at its start.
+  Rows count once this process has changed their number: those of the run before may still stand at
+  its start.
   """
   before, moved = rows_so_far(workdir), False
   log = workdir.parent / f"{workdir.name}-{number}.log"
   with log.open("w") as output:
-    process = subprocess.Popen(command(workdir, **changes), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+      command(workdir, **changes), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+    )
     try:
       end = time.monotonic() + patience
       while process.poll() is None and time.monotonic() < end:
@@ -115,7 +149,9 @@ def interrupt(workdir, number, when, patience=900, **changes):
         if moved and when(count):
           break
         time.sleep(0.002)
-      assert process.poll() is None, f"the run ended before it was interrupted:\n{log.read_text()[-3000:]}"
+      assert process.poll() is None, (
+        f"the run ended before it was interrupted:\n{log.read_text()[-3000:]}"
+      )
       process.send_signal(number)
       return process.wait(timeout=patience), log.read_text()
     finally:
@@ -141,7 +177,8 @@ def test_runs_that_are_killed_and_asked_to_stop_add_up_to_one_that_was_not(whole
 
   status, _ = interrupt(workdir, signal.SIGKILL, moment)
   assert status == -signal.SIGKILL
-  # Two rows of the warm start, the evaluation at step 0, then a row a step: the second row of training is the fifth.
+  # Two rows of the warm start, the evaluation at step 0, then a row a step: the second row of
+  # training is the fifth.
   status, log = interrupt(workdir, signal.SIGTERM, lambda count: count >= 5)
   assert status == 0, (after, wait, log[-3000:])
   assert "stopping after this step" in log and "saved; the same command goes on" in log
@@ -164,8 +201,15 @@ def test_a_finished_run_started_again_adds_nothing(whole):
 
 
 def test_rollouts_of_one_step_before_are_sampled_while_the_update_runs_and_say_so(tmp_path):
-  done = run(tmp_path / "run", **{"rollout.max_staleness": 1, "loss.old_log_probs": "sampler", "loss.importance_cap": 2.0,
-                                  "loss.importance": "sequence"})
+  done = run(
+    tmp_path / "run",
+    **{
+      "rollout.max_staleness": 1,
+      "loss.old_log_probs": "sampler",
+      "loss.importance_cap": 2.0,
+      "loss.importance": "sequence",
+    },
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   trained = [row for row in rows(tmp_path / "run") if "reward/mean" in row]
   assert [row["rollout/staleness"] for row in trained] == [0, 1, 1, 1]
@@ -184,19 +228,27 @@ def test_the_command_refuses_another_config_before_any_work_and_names_the_keys(w
 
 def test_a_larger_num_steps_and_what_changes_no_result_are_accepted(whole, tmp_path):
   (tmp_path / "config.json").write_bytes((whole / "config.json").read_bytes())
-  changed = config(**{"num_steps": 9, "checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3})
+  changed = config(
+    **{"num_steps": 9, "checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3}
+  )
   checkpoint.check_config(tmp_path, json.loads(changed.to_json()))
   assert json.loads((tmp_path / "config.json").read_text())["num_steps"] == 9
   with pytest.raises(ValueError, match=r"num_steps: 9 in the workdir, 4 now"):
-    checkpoint.check_config(tmp_path, json.loads(config(**{
-        "checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3}).to_json()))
+    checkpoint.check_config(
+      tmp_path,
+      json.loads(
+        config(**{"checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3}).to_json()
+      ),
+    )
 
 
 # --- Refused before any work ---
 
 
 def test_an_unknown_preset_is_refused_with_those_that_exist():
-  with pytest.raises(ValueError, match=r"preset 'big' is unknown; choose one of .*'smollm2', 'tiny'"):
+  with pytest.raises(
+    ValueError, match=r"preset 'big' is unknown; choose one of .*'smollm2', 'tiny'"
+  ):
     search_r1.get_config("big")
 
 
@@ -204,7 +256,9 @@ def test_the_smallest_run_itself_is_accepted():
   check.check(config())
 
 
-@pytest.mark.parametrize("changes, sentence", [
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
     ({"advantage.name": "grpo2"}, r"advantage\.name is 'grpo2'.*choose one of .*blend.*gn"),
     ({"advantage.alpha": 1.2}, r"advantage\.alpha is 1\.2; it must be a number in \[0, 1\]"),
     ({"advantage.ddof": 3}, r"advantage\.ddof is 3.*K is 3.*samples_per_question"),
@@ -219,11 +273,20 @@ def test_the_smallest_run_itself_is_accepted():
     ({"rollout.temperature": 0.0}, r"rollout\.temperature=0\.0 must be above 0"),
     ({"rollout.max_staleness": 2}, r"rollout\.max_staleness=2 is unknown; choose one of 0, 1"),
     ({"rollout.max_staleness": 1}, r"max_staleness=1 .*old_log_probs=sampler.*importance_cap"),
-    ({"policy.attention": "splash"}, r"policy\.attention='splash' runs on a TPU alone, and jax has a CPU here"),
+    (
+      {"policy.attention": "splash"},
+      r"policy\.attention='splash' runs on a TPU alone, and jax has a CPU here",
+    ),
     ({"sampler.devices": 2}, r"sampler\.devices=2 is more than the 1 devices"),
-    ({"memory.optimizer": "disk"}, r"memory\.optimizer='disk' is unknown; choose one of device, host"),
+    (
+      {"memory.optimizer": "disk"},
+      r"memory\.optimizer='disk' is unknown; choose one of device, host",
+    ),
     ({"policy.logit_chunk": 50}, r"logit_chunk=50 does not divide packing\.row_length=128"),
-    ({"packing.row_length": 90}, r"packing\.row_length=90 must be at least rollout\.max_tokens=128"),
+    (
+      {"packing.row_length": 90},
+      r"packing\.row_length=90 must be at least rollout\.max_tokens=128",
+    ),
     ({"optimizer.learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
     ({"loss.clip_ratio": float("nan")}, r"loss\.clip_ratio=nan must be at least 0, and finite"),
     ({"sampler.lanes": 0}, r"sampler\.lanes=0 must be at least 1"),
@@ -234,19 +297,28 @@ def test_the_smallest_run_itself_is_accepted():
     ({"logging.trajectories_every": -1}, r"logging\.trajectories_every=-1 must be at least 0"),
     ({"mesh.data": 4096}, r"needs 4096 devices"),
     ({"rollout.answer_tokens": 128}, r"answer_tokens is 128.*max_tokens"),
-    ({"rollout.max_turns": 2}, r"mixture .* asks for up to 3 searches, but max_turns is 2: shorten the mixture"),
+    (
+      {"rollout.max_turns": 2},
+      r"mixture .* asks for up to 3 searches, but max_turns is 2: shorten the mixture",
+    ),
     ({"data.entities": 5}, r"entities=5 is out of range"),
     ({"warm_start.learning_rate": -1.0}, r"learning_rate=-1\.0 must be positive"),
-], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
 def test_a_value_out_of_range_is_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
     check.check(config(**changes))
 
 
-@pytest.mark.parametrize("changes, sentence", [
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
     ({"data.hop_shares": (0.5, 0.25, 0.25, 0.25)}, "hop shares"),
     ({"eval.questions": 2000}, "ask for fewer"),
-], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
 def test_what_the_world_refuses_leaves_no_config_behind(changes, sentence, tmp_path):
   done = run(tmp_path / "run", **changes)
   assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
@@ -256,5 +328,7 @@ def test_what_the_world_refuses_leaves_no_config_behind(changes, sentence, tmp_p
 @pytest.mark.parametrize("preset", ["smollm2", "base", "instruct"])
 def test_a_preset_without_its_model_names_what_is_missing(preset, tmp_path):
   missing = str(tmp_path / "smollm2-none")
-  with pytest.raises(FileNotFoundError, match=f"policy.checkpoint='{missing}' holds no model.*to get it: "):
+  with pytest.raises(
+    FileNotFoundError, match=f"policy.checkpoint='{missing}' holds no model.*to get it: "
+  ):
     check.check(config(preset, **{"policy.checkpoint": missing}))

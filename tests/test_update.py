@@ -1,4 +1,5 @@
-"""The update step: its gradient against an independent reference, what must not change it, and what stops it."""
+"""The update step: its gradient against an independent reference, what must not change it, and what
+stops it."""
 
 import functools
 
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 from small_rollouts import collate, decoder_config, parameters, random_groups, resampled, trajectory
-from stratified import advantages, batching, optimizer, update
+
+from stratified import advantages
+from stratified.learner import batching, optimizer, update
 from stratified.policy import decoder
 
 CONFIG = decoder_config()
@@ -24,15 +26,22 @@ ADAM = optimizer.make(learning_rate=1e-2)
 
 # An optimizer that moves nothing and keeps the gradient it was given as its state.
 RECORD = optax.GradientTransformation(
-    lambda params: jax.tree.map(jnp.zeros_like, params),
-    lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient))
+  lambda params: jax.tree.map(jnp.zeros_like, params),
+  lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+)
 
 
 @functools.cache
 def _step_of(mesh, chain, loss, options):
   return update.make_update(
-      mesh, CONFIG, chain, token_loss=update.policy_gradient(**dict(loss)),
-      advantage=advantages.make("gn", num_strata=NUM_STRATA), num_strata=NUM_STRATA, **dict(options))
+    mesh,
+    CONFIG,
+    chain,
+    token_loss=update.policy_gradient(**dict(loss)),
+    advantage=advantages.make("gn", num_strata=NUM_STRATA),
+    num_strata=NUM_STRATA,
+    **dict(options),
+  )
 
 
 def step_of(mesh, chain=RECORD, loss=LOSS, **options):
@@ -42,8 +51,11 @@ def step_of(mesh, chain=RECORD, loss=LOSS, **options):
 
 def state_of(mesh, chain=RECORD, params=PARAMS, reference=REFERENCE):
   state = update.init_state(mesh, CONFIG, params, chain, with_reference=True)
-  return state._replace(reference=jax.tree.map(
-      lambda new, old: jax.device_put(new, old.sharding), reference, state.reference))
+  return state._replace(
+    reference=jax.tree.map(
+      lambda new, old: jax.device_put(new, old.sharding), reference, state.reference
+    )
+  )
 
 
 def run(mesh, batch, **options):
@@ -54,10 +66,13 @@ def run(mesh, batch, **options):
 
 def distance(found, expected):
   """Norm of the difference of two trees over the norm of the second."""
-  return float(optax.global_norm(jax.tree.map(jnp.subtract, found, expected)) / optax.global_norm(expected))
+  return float(
+    optax.global_norm(jax.tree.map(jnp.subtract, found, expected)) / optax.global_norm(expected)
+  )
 
 
-# --- An independent reference: one rollout after the other, unpacked, plain log_softmax, NumPy advantages. ---
+# --- An independent reference: one rollout after the other, unpacked, plain log_softmax, NumPy
+# advantages. ---
 
 
 LONGEST = 20
@@ -65,7 +80,8 @@ LONGEST = 20
 
 @jax.jit
 def alone_logp(params, token_t, temperature=1.0):
-  """Log-probs [T] of one rollout's tokens, 0 for its first; what stands after its end changes nothing before it."""
+  """Log-probs [T] of one rollout's tokens, 0 for its first; what stands after its end changes
+  nothing before it."""
   token = token_t[None]
   x = decoder.hidden(CONFIG, params, token, jnp.arange(LONGEST)[None], jnp.ones_like(token))
   logp = jax.nn.log_softmax(decoder.logits(CONFIG, params, x)[0, :-1] / temperature)
@@ -78,13 +94,15 @@ def padded(values):
 
 def policy_mask(rollout, context=0.0):
   """[T], 1 on policy tokens and `context` on others, 0 on the first token and past the end."""
-  mask = padded([float(s.origin == "policy") or context for s in rollout.segments for _ in s.token_ids])
+  mask = padded(
+    [float(s.origin == "policy") or context for s in rollout.segments for _ in s.token_ids]
+  )
   mask[0] = 0
   return mask
 
 
 def trainer_logp(rollout):
-  return np.asarray(alone_logp(PARAMS, padded(rollout.token_ids)))[:len(rollout.token_ids)]
+  return np.asarray(alone_logp(PARAMS, padded(rollout.token_ids)))[: len(rollout.token_ids)]
 
 
 @jax.jit
@@ -96,20 +114,27 @@ def rollout_gradient(params, token_t, weight_t, advantage, temperature):
 
 
 def reference_gradient(groups, rewards, *, aggregation="token_mean", max_tokens=1, temperature=1.0):
-  """Gradient of mean over policy tokens of -A logp + 0.3 (exp(r - logp) - 1 - (r - logp)), A = (R - mean) / (std + 1e-6)."""
+  """Gradient of mean over policy tokens of -A logp + 0.3 (exp(r - logp) - 1 - (r - logp)), A = (R -
+  mean) / (std + 1e-6)."""
   rewards = np.asarray(rewards, np.float64)
   scored = []
   for q, group in enumerate(groups):
     kept = [k for k, rollout in enumerate(group) if rollout.fault is None]
     scores = rewards[q, kept]
-    scored += [(group[k], (score - scores.mean()) / (scores.std() + 1e-6)) for k, score in zip(kept, scores)]
+    scored += [
+      (group[k], (score - scores.mean()) / (scores.std() + 1e-6)) for k, score in zip(kept, scores)
+    ]
   tokens = sum(rollout.num_policy_tokens for rollout, _ in scored)
   total = jax.tree.map(np.zeros_like, PARAMS)
   for rollout, advantage in scored:
-    divisor = {"token_mean": tokens, "sequence_mean": rollout.num_policy_tokens * len(scored),
-               "constant": len(scored) * max_tokens}[aggregation]
+    divisor = {
+      "token_mean": tokens,
+      "sequence_mean": rollout.num_policy_tokens * len(scored),
+      "constant": len(scored) * max_tokens,
+    }[aggregation]
     gradient = rollout_gradient(
-        PARAMS, padded(rollout.token_ids), policy_mask(rollout) / divisor, advantage, temperature)
+      PARAMS, padded(rollout.token_ids), policy_mask(rollout) / divisor, advantage, temperature
+    )
     total = jax.tree.map(np.add, total, gradient)
   return total
 
@@ -119,14 +144,24 @@ REWARDS = np.float32([[1, 0, 0], [0, 0.5, 1], [1, 1, 0]])
 
 @pytest.fixture(scope="module")
 def groups():
-  """Three questions with three rollouts each, whose log-probs are the trainer's; the last rollout is lost."""
+  """Three questions with three rollouts each, whose log-probs are the trainer's; the last rollout
+  is lost."""
   made = resampled(random_groups(3, 3, seed=3), trainer_logp)
-  made[2][2] = trajectory(("prompt", [5, 6]), ("policy", [7, 8]), sample=2, stop="fault", fault="lost")
+  made[2][2] = trajectory(
+    ("prompt", [5, 6]), ("policy", [7, 8]), sample=2, stop="fault", fault="lost"
+  )
   return made
 
 
-@pytest.mark.parametrize("options", [
-    dict(), dict(aggregation="sequence_mean", temperature=0.7), dict(aggregation="constant", max_tokens=50, chunk=8)], ids=lambda options: "-".join(options) or "token_mean")
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(),
+    dict(aggregation="sequence_mean", temperature=0.7),
+    dict(aggregation="constant", max_tokens=50, chunk=8),
+  ],
+  ids=lambda options: "-".join(options) or "token_mean",
+)
 def test_the_gradient_is_that_of_each_rollout_alone(mesh, groups, options):
   found, stats = run(mesh, collate(groups, rewards=REWARDS), **options)
   options = {name: value for name, value in options.items() if name != "chunk"}
@@ -136,7 +171,9 @@ def test_the_gradient_is_that_of_each_rollout_alone(mesh, groups, options):
 
 
 def test_a_plain_sgd_step_goes_down_that_gradient(mesh, groups):
-  state, stats = step_of(mesh, SGD)(state_of(mesh, SGD), batching.place(mesh, collate(groups, rewards=REWARDS)))
+  state, stats = step_of(mesh, SGD)(
+    state_of(mesh, SGD), batching.place(mesh, collate(groups, rewards=REWARDS))
+  )
   expected = reference_gradient(groups, REWARDS)
   moved = jax.tree.map(lambda old, new: old - new, PARAMS, jax.device_get(state.params))
   assert distance(moved, jax.tree.map(lambda g: 0.5 * g, expected)) < 1e-5
@@ -149,7 +186,8 @@ def test_how_rows_are_packed_and_accumulated_changes_only_memory(mesh, groups, s
   baseline, baseline_stats = run(mesh, collate(groups, rewards=REWARDS))
   found, stats = run(mesh, collate(groups, rewards=REWARDS, **shape))
   assert distance(found, baseline) < 5e-6  # float32 sums in another order: 1e-6 was seen
-  # The gap between sampler and trainer is itself rounding, some 1e-6 of a log-prob: its maximum is no steadier.
+  # The gap between sampler and trainer is itself rounding, some 1e-6 of a log-prob: its maximum is
+  # no steadier.
   for name, value in baseline_stats.items():
     np.testing.assert_allclose(stats[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
@@ -206,9 +244,12 @@ def test_the_gap_to_the_sampler_is_reported_and_matters_only_where_it_should(mes
   apart = shifted(groups, 0.1)
   on_policy, _ = policy_only(mesh, groups)
   trainer, stats = policy_only(mesh, apart)
-  np.testing.assert_allclose([stats["policy/logp_gap_mean"], stats["policy/logp_gap_max"]], 0.1, rtol=1e-4)
+  np.testing.assert_allclose(
+    [stats["policy/logp_gap_mean"], stats["policy/logp_gap_max"]], 0.1, rtol=1e-4
+  )
   assert distance(trainer, on_policy) < 1e-6
-  # A ratio of e^0.1 = 1.105 lies within the clip, so each token's gradient is that ratio times its policy gradient.
+  # A ratio of e^0.1 = 1.105 lies within the clip, so each token's gradient is that ratio times its
+  # policy gradient.
   sampler, stats = policy_only(mesh, apart, old_log_probs="sampler")
   assert distance(sampler, jax.tree.map(lambda g: np.exp(0.1) * g, on_policy)) < 1e-5
   assert stats["policy/clip_share"] == 0
@@ -217,8 +258,12 @@ def test_the_gap_to_the_sampler_is_reported_and_matters_only_where_it_should(mes
 def test_a_ratio_beyond_the_clip_stops_only_what_is_already_more_likely_and_good(mesh, groups):
   _, stats = policy_only(mesh, shifted(groups, 0.5), old_log_probs="sampler")
   good = stats["advantage_qk"] > 0
-  lengths = np.float32([[t.num_policy_tokens * (t.fault is None) for t in group] for group in groups])
-  np.testing.assert_allclose(stats["policy/clip_share"], lengths[good].sum() / lengths.sum(), rtol=1e-6)
+  lengths = np.float32(
+    [[t.num_policy_tokens * (t.fault is None) for t in group] for group in groups]
+  )
+  np.testing.assert_allclose(
+    stats["policy/clip_share"], lengths[good].sum() / lengths.sum(), rtol=1e-6
+  )
 
 
 @pytest.mark.parametrize("gap, weight", [(0.5, np.exp(0.5)), (2.0, 3.0), (-1.0, np.exp(-1.0))])
@@ -234,16 +279,25 @@ def test_importance_weights_scale_the_gradient_up_to_their_cap(mesh, groups, gap
 @jax.jit
 @jax.value_and_grad
 def cross_entropy(params, token_nt, mask_nt):
-  return -(mask_nt * jax.vmap(lambda token: alone_logp(params, token))(token_nt)).sum() / mask_nt.sum()
+  return (
+    -(mask_nt * jax.vmap(lambda token: alone_logp(params, token))(token_nt)).sum() / mask_nt.sum()
+  )
 
 
-def test_supervision_is_the_mean_cross_entropy_and_its_context_counts_the_given_weight(mesh, groups):
+def test_supervision_is_the_mean_cross_entropy_and_its_context_counts_the_given_weight(
+  mesh, groups
+):
   step = update.make_update(mesh, CONFIG, RECORD, token_loss=update.supervised)
   rollouts = [rollout for group in groups for rollout in group if rollout.fault is None]
   for weight in (0.0, 0.25):
     batch = batching.weigh_context(collate(groups, rewards=REWARDS), weight)
-    state, stats = step(update.init_state(mesh, CONFIG, PARAMS, RECORD, with_reference=False), batching.place(mesh, batch))
-    token, mask = (np.stack(x) for x in zip(*((padded(t.token_ids), policy_mask(t, weight)) for t in rollouts)))
+    state, stats = step(
+      update.init_state(mesh, CONFIG, PARAMS, RECORD, with_reference=False),
+      batching.place(mesh, batch),
+    )
+    token, mask = (
+      np.stack(x) for x in zip(*((padded(t.token_ids), policy_mask(t, weight)) for t in rollouts))
+    )
     value, gradient = cross_entropy(PARAMS, token, mask)
     assert distance(state.opt_state, gradient) < 2e-6
     np.testing.assert_allclose(stats["warm_start/loss"], value, rtol=1e-5)
@@ -253,12 +307,18 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted_until_a_finite
   step, batch = step_of(mesh, ADAM), batching.place(mesh, collate(groups, rewards=REWARDS))
   state, _ = step(state_of(mesh, ADAM), batch)
   before = jax.tree.map(np.array, (state.params, state.opt_state))
-  put = lambda tree: jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), tree, state.reference)
-  state = state._replace(reference=put(REFERENCE | {"final_norm": REFERENCE["final_norm"] * np.nan}))
+  put = lambda tree: jax.tree.map(
+    lambda new, old: jax.device_put(new, old.sharding), tree, state.reference
+  )
+  state = state._replace(
+    reference=put(REFERENCE | {"final_norm": REFERENCE["final_norm"] * np.nan})
+  )
   for count in (1, 2):
     state, stats = step(state, batch)
     assert stats["update/skipped"] == 1 and int(state.skipped_in_a_row) == count
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before
+  )
   assert int(state.step) == 3
   state, stats = step(state._replace(reference=put(REFERENCE)), batch)
   assert stats["update/skipped"] == 0 and int(state.skipped_in_a_row) == 0
@@ -268,6 +328,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted_until_a_finite
 def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too(mesh, groups):
   def token_loss(logp, entropy, reference_logp, advantage, micro):
     return jnp.sqrt(jnp.abs(logp - jax.lax.stop_gradient(logp))), {"loss/policy": logp}, {}
+
   step = update.make_update(mesh, CONFIG, ADAM, token_loss=token_loss)
   state = update.init_state(mesh, CONFIG, PARAMS, ADAM, with_reference=False)
   state, stats = step(state, batching.place(mesh, collate(groups)))
@@ -279,8 +340,13 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too(mesh, groups):
 def test_batches_of_any_size_share_one_compilation_and_the_old_state_is_reused(mesh):
   chain = optimizer.make(learning_rate=1e-3, warmup_steps=3)
   step = update.make_update(
-      mesh, CONFIG, chain, token_loss=update.policy_gradient(**LOSS), num_strata=NUM_STRATA,
-      advantage=advantages.make("blend", num_strata=NUM_STRATA, alpha=0.6))
+    mesh,
+    CONFIG,
+    chain,
+    token_loss=update.policy_gradient(**LOSS),
+    num_strata=NUM_STRATA,
+    advantage=advantages.make("blend", num_strata=NUM_STRATA, alpha=0.6),
+  )
   state, seen = state_of(mesh, chain), set()
   for seed, longest in enumerate((6, 24, 12, 24)):
     batch = collate(random_groups(3, 3, longest=longest, seed=seed), rows=1, length=30)
@@ -294,13 +360,22 @@ def test_batches_of_any_size_share_one_compilation_and_the_old_state_is_reused(m
 
 def test_an_abstract_state_is_the_state_without_its_values(mesh):
   chain = optimizer.make(learning_rate=1e-3)
-  state, abstract = state_of(mesh, chain), update.abstract_state(mesh, CONFIG, chain, with_reference=True)
+  state, abstract = (
+    state_of(mesh, chain),
+    update.abstract_state(mesh, CONFIG, chain, with_reference=True),
+  )
   describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
-  assert describe(state.params) == describe(abstract.params) and describe(state.reference) == describe(abstract.reference)
-  assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+  assert describe(state.params) == describe(abstract.params) and describe(
+    state.reference
+  ) == describe(abstract.reference)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), abstract
+  )
 
 
 def test_an_unknown_aggregation_is_refused_in_words(mesh):
-  with pytest.raises(ValueError, match="loss.aggregation='mean' is unknown; choose one of .*token_mean"):
+  with pytest.raises(
+    ValueError, match="loss.aggregation='mean' is unknown; choose one of .*token_mean"
+  ):
     update.make_update(mesh, CONFIG, RECORD, token_loss=update.supervised, aggregation="mean")

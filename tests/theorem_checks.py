@@ -1,9 +1,9 @@
-"""One check for each proposition and theorem of arXiv 2510.06214, run on a `kernels` with .advantages and
-.theory.
+"""One check for each proposition and theorem of arXiv 2510.06214, run on a `kernels` with
+.advantages and .theory.
 
 The library's own kernels must pass them (test_theory.py) and deliberately broken ones must not
-(test_mutations.py), so each takes the kernels as an argument. The other side of every equation comes from
-tests/reference.py or from the exact enumeration of a small policy, in float64.
+(test_mutations.py), so each takes the kernels as an argument. The other side of every equation
+comes from tests/reference.py or from the exact enumeration of a small policy, in float64.
 """
 
 import itertools
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import reference
 
 K, STRATA = 8, 4
 TOLERANCE = 1e-10
 
-# Rewards with ties and with arbitrary values; groups with masked rollouts, empty and singleton strata.
+# Rewards with ties and with arbitrary values; groups with masked rollouts, empty and singleton
+# strata.
 _reward = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-10, 10, width=16))
 _rewards = st.lists(_reward, min_size=K, max_size=K)
 _strata = st.lists(st.integers(0, STRATA - 1), min_size=K, max_size=K)
@@ -27,13 +27,20 @@ _masks = st.lists(st.booleans(), min_size=K, max_size=K).filter(any)
 
 
 def for_groups(property_of_group, examples=60):
-  """Calls property_of_group(reward, stratum, mask) for generated groups, each a float64 or int32 array of
-  length K."""
+  """Calls property_of_group(reward, stratum, mask) for generated groups, each a float64 or int32
+  array of length K."""
   # Reproducible, without the shrinking that the mutation tests would pay for every time.
   phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 
-  @hypothesis.settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=phases,
-                       report_multiple_bugs=False, suppress_health_check=list(hypothesis.HealthCheck))
+  @hypothesis.settings(
+    max_examples=examples,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=phases,
+    report_multiple_bugs=False,
+    suppress_health_check=list(hypothesis.HealthCheck),
+  )
   @hypothesis.given(_rewards, _strata, _masks)
   def run(reward, stratum, mask):
     property_of_group(np.array(reward), np.array(stratum, np.int32), np.array(mask, np.float64))
@@ -117,7 +124,8 @@ def theorem_1(kernels):
 
 
 def theorem_1_equality(kernels):
-  """Equality iff all stratum means agree: strata moved to one mean have it, strata moved apart do not."""
+  """Equality iff all stratum means agree: strata moved to one mean have it, strata moved apart do
+  not."""
   global_, own = kernel(kernels.advantages.centered), kernel(kernels.advantages.stratified)
   terms = kernel(kernels.theory.variance_terms)
 
@@ -139,7 +147,9 @@ def theorem_2(kernels, eps=1e-2):
 
   def check(r, s, m):
     _, _, table = reference.statistics(r, s, m)
-    term_b = sum(n_k * s_k**2 * (1 - 1 / (s_k + eps) ** 2) for n_k, _, s_k in table.values()) / np.sum(m)
+    term_b = sum(
+      n_k * s_k**2 * (1 - 1 / (s_k + eps) ** 2) for n_k, _, s_k in table.values()
+    ) / np.sum(m)
     difference = variance(global_(r, s, m), m) - variance(san(r, s, m), m)
     close(difference, _term_a(r, s, m) + term_b, 1e-9)
     close(terms(r, s, m), (_term_a(r, s, m), term_b), 1e-9)
@@ -150,9 +160,9 @@ def theorem_2(kernels, eps=1e-2):
 class Population:
   """A softmax policy over few trajectories whose probabilities at theta = 0 are count / sum(count).
 
-  A group that holds each trajectory `count` times therefore has the population's moments, and its sums are
-  the population's expectations. The logits are log(count) + features theta: strata have no parameters of
-  their own.
+  A group that holds each trajectory `count` times therefore has the population's moments, and its
+  sums are the population's expectations. The logits are log(count) + features theta: strata have no
+  parameters of their own.
   """
 
   count = np.array([1, 3, 2, 4, 1, 2, 3])
@@ -168,10 +178,13 @@ class Population:
 
   def scores(self):
     """d log p / d theta of each sample of the group, [samples, parameters]."""
-    return jax.jit(jax.jacobian(lambda theta: jnp.log(self.probability(theta))))(jnp.zeros(4))[self.samples]
+    return jax.jit(jax.jacobian(lambda theta: jnp.log(self.probability(theta))))(jnp.zeros(4))[
+      self.samples
+    ]
 
   def gradient(self, function):
     """d function(p_k, mu_k) / d theta, function of the strata's probabilities and mean rewards."""
+
     def of_theta(theta):
       p = self.probability(theta)
       p_k = jnp.stack([p[self.stratum == k].sum() for k in range(3)])
@@ -190,8 +203,8 @@ class Population:
 
 
 def theorem_3(kernels, eps=1e-2):
-  """E[A_SAN grad log p] = sum_k p_k / (s_k + eps) grad mu_k, and the strata's probabilities do depend on
-  theta."""
+  """E[A_SAN grad log p] = sum_k p_k / (s_k + eps) grad mu_k, and the strata's probabilities do
+  depend on theta."""
   with jax.enable_x64(True):
     world = Population()
     p_k, _, s_k, _, _ = world.moments()
@@ -204,18 +217,20 @@ def theorem_3(kernels, eps=1e-2):
 
 
 def equation_6(kernels, eps=1e-2):
-  """The GN gradient is the sum of its two parts; they are sum_k p_k grad mu_k and sum_k (mu_k - mu) grad
-  p_k, scaled.
+  """The GN gradient is the sum of its two parts; they are sum_k p_k grad mu_k and sum_k (mu_k - mu)
+  grad p_k, scaled.
 
-  Together grad J / (s + eps): the first part is what Theorem 3's target reweights, the second what it
-  leaves out.
+  Together grad J / (s + eps): the first part is what Theorem 3's target reweights, the second what
+  it leaves out.
   """
   with jax.enable_x64(True):
     world = Population()
     p_k, mu_k, _, mu, s = world.moments()
     gn = kernels.advantages.gn(*world.group(), num_strata=3, eps=eps)
     whole = jnp.asarray(gn) @ world.scores() / len(world.samples)
-    within, between = kernels.theory.gradient_parts(*world.group(), world.scores(), num_strata=3, eps=eps)
+    within, between = kernels.theory.gradient_parts(
+      *world.group(), world.scores(), num_strata=3, eps=eps
+    )
     close(whole, within + between)
     close(within, p_k @ world.gradient(lambda p_k, mu_k: mu_k) / (s + eps))
     close(between, (mu_k - mu) @ world.gradient(lambda p_k, mu_k: p_k) / (s + eps))
@@ -237,15 +252,17 @@ def _mixture(samples, seed):
 
 
 def theorem_4(kernels, samples=20_000):
-  """Within stratum k, eps = 0: SAN has mean 0 and variance 1, GN mean (mu_k - mu) / s and variance s_k^2 /
-  s^2.
+  """Within stratum k, eps = 0: SAN has mean 0 and variance 1, GN mean (mu_k - mu) / s and variance
+  s_k^2 / s^2.
 
-  The sample's moments may differ from these by 5 standard errors: of a mean s_k / sqrt(n_k), of a variance
-  of normal rewards s_k^2 sqrt(2 / n_k); the errors of the group's own mean and deviation are added to them.
+  The sample's moments may differ from these by 5 standard errors: of a mean s_k / sqrt(n_k), of a
+  variance of normal rewards s_k^2 sqrt(2 / n_k); the errors of the group's own mean and deviation
+  are added to them.
   """
   _, mu_k, s_k = _MIXTURE
   with jax.enable_x64(True):
-    # Of s, relative: the mixture's fourth moment is below 6 s^4, so its variance's error below sqrt(5 / n).
+    # Of s, relative: the mixture's fourth moment is below 6 s^4, so its variance's error below
+    # sqrt(5 / n).
     of_std = 5 * np.sqrt(5 / samples) / 2
     for seed in range(3):
       reward, stratum, mean, std = _mixture(samples, seed)
@@ -256,7 +273,8 @@ def theorem_4(kernels, samples=20_000):
         n = inside.sum()
         close([san[inside].mean(), san[inside].var()], [0, 1], 1e-9)
         limit = (reward[inside] - mu_k[k]) / s_k[k]
-        # SAN's own limit: the stratum's estimated mean and deviation are off by 5 standard errors at most.
+        # SAN's own limit: the stratum's estimated mean and deviation are off by 5 standard errors
+        # at most.
         assert np.abs(san[inside] - limit).max() < 5 / np.sqrt(n) * (1 + np.abs(limit).max())
         offset, ratio = (mu_k[k] - mean) / std, (s_k[k] / std) ** 2
         of_means = 5 * (s_k[k] / std / np.sqrt(n) + 1 / np.sqrt(samples))
@@ -274,26 +292,31 @@ def theorem_5(kernels, samples=20_000):
       limits = dict(san=(reward - mu_k[stratum]) / s_k[stratum], gn=(reward - mean) / std)
       smallest = np.bincount(stratum).min()
       for name, limit in limits.items():
-        advantage = np.asarray(getattr(kernels.advantages, name)(reward, stratum, num_strata=3, eps=0.0))
+        advantage = np.asarray(
+          getattr(kernels.advantages, name)(reward, stratum, num_strata=3, eps=0.0)
+        )
         close([advantage.mean(), advantage.var()], [0, 1], 1e-9)
         assert np.abs(advantage - limit).max() < 6 / np.sqrt(smallest) * (1 + np.abs(limit).max())
 
 
 def definition_2(kernels):
-  """The blend is alpha SAN + (1 - alpha) GN; with rewards of 0 and 1 and alpha < 1 it is 0 exactly where GN
-  is."""
+  """The blend is alpha SAN + (1 - alpha) GN; with rewards of 0 and 1 and alpha < 1 it is 0 exactly
+  where GN is."""
   blend = kernel(kernels.advantages.blend, alpha=0.3)
 
   def check(r, s, m):
     close(blend(r, s, m), 0.3 * reference.san(r, s, m) + 0.7 * reference.gn(r, s, m))
     binary = (r > 0.5).astype(float)
-    np.testing.assert_array_equal(np.abs(blend(binary, s, m)) < 1e-12, reference.gn(binary, s, m) == 0)
+    np.testing.assert_array_equal(
+      np.abs(blend(binary, s, m)) < 1e-12, reference.gn(binary, s, m) == 0
+    )
 
   for_groups(check)
 
 
 class TwoStage:
-  """A policy that first picks a stratum (parameters u) and then fails or succeeds inside it (parameters w).
+  """A policy that first picks a stratum (parameters u) and then fails or succeeds inside it
+  (parameters w).
 
   Its outcomes (stratum, success) are few enough to enumerate every group of `samples` rollouts.
   """
@@ -308,7 +331,9 @@ class TwoStage:
 
   def advantages(self, function, **options):
     one = lambda r, s: function(r, s, num_strata=len(self.p_k), **options)
-    return np.asarray(jax.vmap(one)(jnp.asarray(self.success, jnp.float64), jnp.asarray(self.stratum)))
+    return np.asarray(
+      jax.vmap(one)(jnp.asarray(self.success, jnp.float64), jnp.asarray(self.stratum))
+    )
 
   def choice_push(self, advantage):
     """d / du of (1/K) sum_i A_i log p(k_i), for every group: [groups, strata]."""
@@ -316,7 +341,8 @@ class TwoStage:
     return np.einsum("nk,nks->ns", advantage, score) / self.samples
 
   def act_push(self, advantage):
-    """The expectation over all groups of d / dw of (1/K) sum_i A_i log p(act_i | k_i), for each stratum."""
+    """The expectation over all groups of d / dw of (1/K) sum_i A_i log p(act_i | k_i), for each
+    stratum."""
     score = np.eye(len(self.p_k))[self.stratum] * (self.success - self.q_k[self.stratum])[..., None]
     return np.einsum("n,nk,nks->s", self.weight, advantage, score) / self.samples
 
@@ -326,30 +352,40 @@ def attenuation(kernels):
   factor."""
   worst = 0.0
   with jax.enable_x64(True):
-    for world in (TwoStage([0.1, 0.6, 0.3], [0.3, 0.5, 0.05], 4), TwoStage([0.1, 0.9], [0.3, 0.7], 6)):
+    for world in (
+      TwoStage([0.1, 0.6, 0.3], [0.3, 0.5, 0.05], 4),
+      TwoStage([0.1, 0.9], [0.3, 0.7], 6),
+    ):
       p, q, K_ = world.p_k, world.q_k, world.samples
       variance_q = q * (1 - q)
-      infinite = {"stratified": p * variance_q, "stratified_loo": p * variance_q,
-                  "san": p * np.sqrt(variance_q)}
+      infinite = {
+        "stratified": p * variance_q,
+        "stratified_loo": p * variance_q,
+        "san": p * np.sqrt(variance_q),
+      }
       for name, target in infinite.items():
         advantage = world.advantages(getattr(kernels.advantages, name), eps=0.0)
-        expected = [t * kernels.theory.attenuation(name, p_k, K_, q_k) for t, p_k, q_k in zip(target, p, q)]
+        expected = [
+          t * kernels.theory.attenuation(name, p_k, K_, q_k) for t, p_k, q_k in zip(target, p, q)
+        ]
         close(world.act_push(advantage), expected)
         worst = max(worst, np.abs(world.act_push(advantage) - expected).max())
   return worst
 
 
 def choice_of_stratum(kernels):
-  """With parameters of its own the choice of stratum gets nothing from SAN in any sample, (1 - alpha) of
-  GN's from blend.
+  """With parameters of its own the choice of stratum gets nothing from SAN in any sample, (1 -
+  alpha) of GN's from blend.
 
-  With a flat softmax over trajectories the strata's probabilities drift all the same, through the acts
-  inside them.
+  With a flat softmax over trajectories the strata's probabilities drift all the same, through the
+  acts inside them.
   """
   with jax.enable_x64(True):
     world = TwoStage([0.2, 0.5, 0.3], [0.3, 0.6, 0.1], 4)
-    push = {name: world.choice_push(world.advantages(getattr(kernels.advantages, name), **options))
-            for name, options in (("san", {}), ("gn", {}), ("blend", dict(alpha=0.7)))}
+    push = {
+      name: world.choice_push(world.advantages(getattr(kernels.advantages, name), **options))
+      for name, options in (("san", {}), ("gn", {}), ("blend", dict(alpha=0.7)))
+    }
     close(push["san"], 0.0, 1e-12)
     assert np.abs(push["gn"]).max() > 0.1
     close(push["blend"], 0.3 * push["gn"], 1e-12)
@@ -357,15 +393,26 @@ def choice_of_stratum(kernels):
     flat = Population()
     p = flat.count / flat.count.sum()
     san = np.asarray(kernels.advantages.san(*flat.group(), num_strata=3))
-    gradient = np.array([san[flat.samples == i].sum() for i in range(7)]) / len(san) - p * san.mean()
+    gradient = (
+      np.array([san[flat.samples == i].sum() for i in range(7)]) / len(san) - p * san.mean()
+    )
     velocity = p * (gradient - p @ gradient)
     drift = np.array([velocity[flat.stratum == k].sum() for k in range(3)])
     assert np.abs(drift).max() > 1e-3
 
 
 CHECKS = dict(
-    proposition_1=proposition_1, proposition_2=proposition_2, proposition_3=proposition_3,
-    theorem_1=theorem_1, theorem_1_equality=theorem_1_equality, theorem_2=theorem_2, theorem_3=theorem_3,
-    equation_6=equation_6,
-    theorem_4=theorem_4, theorem_5=theorem_5, definition_2=definition_2, attenuation=attenuation,
-    choice_of_stratum=choice_of_stratum)
+  proposition_1=proposition_1,
+  proposition_2=proposition_2,
+  proposition_3=proposition_3,
+  theorem_1=theorem_1,
+  theorem_1_equality=theorem_1_equality,
+  theorem_2=theorem_2,
+  theorem_3=theorem_3,
+  equation_6=equation_6,
+  theorem_4=theorem_4,
+  theorem_5=theorem_5,
+  definition_2=definition_2,
+  attenuation=attenuation,
+  choice_of_stratum=choice_of_stratum,
+)

@@ -1,35 +1,38 @@
-"""Batch estimators: the rewards of all questions in, [Q, K], because their statistics cross questions.
+"""Batch estimators: the rewards of all questions in, [Q, K], because their statistics cross
+questions.
 
-Signature as in `group`, with [Q, K] arrays. Every group kernel is a batch kernel too when called with
-over="batch"; these two have names of their own. With questions sharded over devices each statistic costs
-one small all-reduce.
+Signature as in `group`, with [Q, K] arrays. Every group kernel is a batch kernel too when called
+with over="batch"; these two have names of their own. With questions sharded over devices each
+statistic costs one small all-reduce.
 """
 
 import functools
 
 import jax
 
-from stratified.advantages import group
-from stratified.advantages import sums
+from stratified.advantages import group, segments
 
 
 @functools.partial(jax.jit, static_argnames="num_strata")
 def reinforce_batch(reward_qk, stratum_qk, *, num_strata, mask_k=None, eps=1e-6, ddof=0):
   """(R - mean) / (std + eps), mean and standard deviation over all valid rollouts of the batch.
 
-  `mask_k` is [Q, K]. Source: REINFORCE++, arXiv 2501.03262 (its normalisation over the global batch).
+  `mask_k` is [Q, K]. Source: REINFORCE++, arXiv 2501.03262 (its normalisation over the global
+  batch).
   """
   return group.gn(
-      reward_qk, stratum_qk, num_strata=num_strata, mask_k=mask_k, eps=eps, ddof=ddof, over="batch")
+    reward_qk, stratum_qk, num_strata=num_strata, mask_k=mask_k, eps=eps, ddof=ddof, over="batch"
+  )
 
 
 @functools.partial(jax.jit, static_argnames="num_strata")
 def gn_batch(reward_qk, stratum_qk, *, num_strata, mask_k=None, eps=1e-6, ddof=0):
-  """(R - R_g) / (s + eps): R_g the question's mean, s the deviation of R - R_g over all valid rollouts.
+  """(R - R_g) / (s + eps): R_g the question's mean, s the deviation of R - R_g over all valid
+  rollouts.
 
   `mask_k` is [Q, K]. Source: REINFORCE++ with a group baseline, arXiv 2501.03262.
   """
-  g = sums.prepare(reward_qk, stratum_qk, mask_k, num_strata, "batch")
+  g = segments.prepare(reward_qk, stratum_qk, mask_k, num_strata, "batch")
   per_question = lambda r_k, s_k, m_k: group.centered(r_k, s_k, num_strata=num_strata, mask_k=m_k)
   centered_qk = jax.vmap(per_question)(g.reward, stratum_qk, g.mask)
-  return sums.over_deviation(centered_qk, sums.deviation(g.group, centered_qk, ddof), eps)
+  return segments.over_deviation(centered_qk, segments.deviation(g.group, centered_qk, ddof), eps)

@@ -4,18 +4,21 @@ Every kernel is written for one group (`vmap` over questions is the caller's) an
 
     name(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", ...)
 
-  reward_k   [K] rewards, any float or integer type; accumulated and returned in float32 (float64 stays)
+  reward_k   [K] rewards, any float or integer type; accumulated and returned in float32 (float64
+             stays)
   stratum_k  [K] integer stratum of each rollout, in [0, num_strata)
-  mask_k     [K] 1 or True where the rollout counts; the others enter no statistic and get 0. None: all
+  mask_k     [K] 1 or True where the rollout counts; the others enter no statistic and get 0. None:
+             all
   eps        added to the standard deviation, in units of reward
   ddof       the standard deviation divides by n - ddof; a stratum or group with n <= ddof gets 0
-  over       "question": [K], statistics of one group. "batch": the same formula over [Q, K], with the whole
+  over       "question": [K], statistics of one group. "batch": the same formula over [Q, K], with
+             the whole
              batch as the group and strata that cross questions
 
-Names in the formulas: R_g, s_g mean and standard deviation of the group; n_k, R_k, s_k size, mean and
-standard deviation of the sample's stratum k. A constant group or stratum (a singleton too) deviates by
-exactly 0, so no kernel returns NaN for finite rewards. All raise AssertionError for a wrong rank or shape,
-when traced.
+Names in the formulas: R_g, s_g mean and standard deviation of the group; n_k, R_k, s_k size, mean
+and standard deviation of the sample's stratum k. A constant group or stratum (a singleton too)
+deviates by exactly 0, so no kernel returns NaN for finite rewards. All raise AssertionError for a
+wrong rank or shape, when traced.
 """
 
 import functools
@@ -23,10 +26,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from stratified.advantages import sums
+from stratified.advantages import segments
 
 _kernel = functools.partial(jax.jit, static_argnames=("num_strata", "over"))
-_san_kernel = functools.partial(jax.jit, static_argnames=("num_strata", "over", "fallback", "fallback_on"))
+_san_kernel = functools.partial(
+  jax.jit, static_argnames=("num_strata", "over", "fallback", "fallback_on")
+)
 
 
 def _centered(g):
@@ -39,12 +44,12 @@ def _stratified(g):
 
 def _gn(g, eps, ddof):
   centered = _centered(g)
-  return sums.over_deviation(centered, sums.deviation(g.group, centered, ddof), eps)
+  return segments.over_deviation(centered, segments.deviation(g.group, centered, ddof), eps)
 
 
 def _san(g, eps, ddof):
   stratified = _stratified(g)
-  return sums.over_deviation(stratified, sums.deviation(g.stratum, stratified, ddof), eps)
+  return segments.over_deviation(stratified, segments.deviation(g.stratum, stratified, ddof), eps)
 
 
 def _own_share(g, kappa):
@@ -58,57 +63,83 @@ def gn(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="
 
   Source: arXiv 2402.03300 (outcome supervision); arXiv 2510.06214, Proposition 3.
   """
-  return _gn(sums.prepare(reward_k, stratum_k, mask_k, num_strata, over), eps, ddof)
+  return _gn(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over), eps, ddof)
 
 
 @_san_kernel
-def san(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question",
-        fallback="zero", fallback_on="singleton", kappa=1.0):
+def san(
+  reward_k,
+  stratum_k,
+  *,
+  num_strata,
+  mask_k=None,
+  eps=1e-6,
+  ddof=0,
+  over="question",
+  fallback="zero",
+  fallback_on="singleton",
+  kappa=1.0,
+):
   """Stratified advantage normalisation: (R_i - R_k) / (s_k + eps).
 
-  A stratum without spread carries no within-stratum signal and gets 0; `fallback` gives it another one:
+  A stratum without spread carries no within-stratum signal and gets 0; `fallback` gives it another
+  one:
     "zero"    0
     "gn"      group normalisation, (R_i - R_g) / (s_g + eps)
     "shrink"  kappa / (n_k + kappa) of "gn": the stratum's mean is shrunk to the group's
-  for the strata that `fallback_on` names: "singleton" (n_k = 1) or "constant" (all rewards equal, singletons
-  too).
+  for the strata that `fallback_on` names: "singleton" (n_k = 1) or "constant" (all rewards equal,
+  singletons too).
 
   Source: arXiv 2510.06214, Definition 1; the fallbacks are ours.
   """
-  g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   stratified = _stratified(g)
-  san_k = sums.over_deviation(stratified, sums.deviation(g.stratum, stratified, ddof), eps)
+  san_k = segments.over_deviation(stratified, segments.deviation(g.stratum, stratified, ddof), eps)
   if fallback == "zero":
     return san_k
   share = {"gn": lambda: 1.0, "shrink": lambda: 1 - _own_share(g, kappa)}[fallback]()
-  lone = {"singleton": lambda: g.stratum.count == 1,
-          "constant": lambda: g.stratum.total(jnp.abs(stratified)) == 0}[fallback_on]()
+  lone = {
+    "singleton": lambda: g.stratum.count == 1,
+    "constant": lambda: g.stratum.total(jnp.abs(stratified)) == 0,
+  }[fallback_on]()
   return jnp.where(lone & g.mask, share * _gn(g, eps, ddof), san_k)
 
 
 @_kernel
-def blend(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question",
-          alpha=0.6, kappa=None):
+def blend(
+  reward_k,
+  stratum_k,
+  *,
+  num_strata,
+  mask_k=None,
+  eps=1e-6,
+  ddof=0,
+  over="question",
+  alpha=0.6,
+  kappa=None,
+):
   """alpha SAN + (1 - alpha) GN, alpha in [0, 1].
 
-  With `kappa`, stratum k has its own alpha_k = n_k / (n_k + kappa) instead. The default alpha is the paper's
-  for a base model. Source: arXiv 2510.06214, Definition 2; alpha_k is ours.
+  With `kappa`, stratum k has its own alpha_k = n_k / (n_k + kappa) instead. The default alpha is
+  the paper's for a base model. Source: arXiv 2510.06214, Definition 2; alpha_k is ours.
   """
-  g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   alpha = alpha if kappa is None else _own_share(g, kappa)
   return (alpha * _san(g, eps, ddof) + (1 - alpha) * _gn(g, eps, ddof)).astype(g.reward.dtype)
 
 
 @_kernel
 def centered(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
-  """R_i - R_g, the global advantage; `eps` and `ddof` change nothing. Source: arXiv 2510.06214, Prop. 1."""
-  return _centered(sums.prepare(reward_k, stratum_k, mask_k, num_strata, over))
+  """R_i - R_g, the global advantage; `eps` and `ddof` change nothing. Source: arXiv 2510.06214,
+  Prop. 1."""
+  return _centered(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over))
 
 
 @_kernel
 def stratified(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
-  """R_i - R_k, the stratified advantage; `eps`, `ddof` change nothing. Source: arXiv 2510.06214, Prop. 1."""
-  return _stratified(sums.prepare(reward_k, stratum_k, mask_k, num_strata, over))
+  """R_i - R_k, the stratified advantage; `eps`, `ddof` change nothing. Source: arXiv 2510.06214,
+  Prop. 1."""
+  return _stratified(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over))
 
 
 def _leave_one_out(centered, count):
@@ -118,42 +149,52 @@ def _leave_one_out(centered, count):
 
 @_kernel
 def loo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
-  """R_i minus the mean reward of the group's other rollouts; 0 without others. Source: RLOO, 2402.14740."""
-  g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+  """R_i minus the mean reward of the group's other rollouts; 0 without others. Source: RLOO,
+  2402.14740."""
+  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return _leave_one_out(_centered(g), g.group.count)
 
 
 @_kernel
-def stratified_loo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+def stratified_loo(
+  reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"
+):
   """R_i minus the mean reward of the other rollouts of its stratum; 0 for a singleton.
 
-  RLOO (arXiv 2402.14740) inside the strata of arXiv 2510.06214. A stratum of probability p gets the share
-  1 - (1 - p)^(K - 1) of its expected gradient, where `stratified` gets 1 - (1 - (1 - p)^K) / (K p).
+  RLOO (arXiv 2402.14740) inside the strata of arXiv 2510.06214. A stratum of probability p gets the
+  share 1 - (1 - p)^(K - 1) of its expected gradient, where `stratified` gets 1 - (1 - (1 - p)^K) /
+  (K p).
   """
-  g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return _leave_one_out(_stratified(g), g.stratum.count)
 
 
 @_kernel
-def shrunk(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", kappa=1.0):
+def shrunk(
+  reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", kappa=1.0
+):
   """R_i - (w R_k + (1 - w) R_g), w = n_k / (n_k + kappa).
 
-  kappa 0 is `stratified`, kappa to infinity `centered`. The shrinkage of a small stratum's mean to the
-  group's, as in empirical Bayes; ours.
+  kappa 0 is `stratified`, kappa to infinity `centered`. The shrinkage of a small stratum's mean to
+  the group's, as in empirical Bayes; ours.
   """
-  g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   w = _own_share(g, kappa)
   return (w * _stratified(g) + (1 - w) * _centered(g)).astype(g.reward.dtype)
 
 
 @_kernel
-def two_term(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", lam=1.0):
-  """(R_i - R_k) + lam (R_k - R_g): the act inside a stratum and the choice of stratum, weighted apart.
+def two_term(
+  reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", lam=1.0
+):
+  """(R_i - R_k) + lam (R_k - R_g): the act inside a stratum and the choice of stratum, weighted
+  apart.
 
-  lam 0 is `stratified`, lam 1 `centered`. The root mean squares of the two parts are logged at every step
-  (theory.diagnostics). Source: the two parts of arXiv 2510.06214, Proposition 1; the weight is ours.
+  lam 0 is `stratified`, lam 1 `centered`. The root mean squares of the two parts are logged at
+  every step (theory.diagnostics). Source: the two parts of arXiv 2510.06214, Proposition 1; the
+  weight is ours.
   """
-  g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   between = jnp.where(g.mask, g.stratum.total(_centered(g)) / g.stratum.count, 0)
   return (_stratified(g) + lam * between).astype(g.reward.dtype)
 
@@ -162,30 +203,33 @@ def two_term(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, 
 def dr_grpo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
   """R_i - R_g, without the standard deviation: `centered` under its paper's name.
 
-  The paper's second half, a loss summed over tokens and divided by a constant length, is a choice of loss
-  aggregation. Source: Dr. GRPO, arXiv 2503.20783.
+  The paper's second half, a loss summed over tokens and divided by a constant length, is a choice
+  of loss aggregation. Source: Dr. GRPO, arXiv 2503.20783.
   """
-  return _centered(sums.prepare(reward_k, stratum_k, mask_k, num_strata, over))
+  return _centered(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over))
 
 
 @_kernel
 def reinforce(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
   """R_i, no baseline (Williams, 1992). `eps` and `ddof` change nothing."""
-  return sums.prepare(reward_k, stratum_k, mask_k, num_strata, over).reward
+  return segments.prepare(reward_k, stratum_k, mask_k, num_strata, over).reward
 
 
 @_kernel
 def san_rms(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
   """SAN scaled to GN's root mean square over the group: the same size of step, another direction.
 
-  For comparing directions: a degenerate stratum lowers SAN's root mean square below GN's. A group where SAN
-  is all 0 stays so. Ours.
+  For comparing directions: a degenerate stratum lowers SAN's root mean square below GN's. A group
+  where SAN is all 0 stays so. Ours.
   """
-  g = sums.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return match_rms(_san(g, eps, ddof), _gn(g, eps, ddof), g.mask)
 
 
 def match_rms(advantage, target, mask):
-  """advantage * rms(target) / rms(advantage) over the valid entries, any shape; 0 if the advantage is."""
-  own, wanted = (jnp.sqrt(jnp.sum(jnp.where(mask > 0, jnp.square(x), 0))) for x in (advantage, target))
+  """advantage * rms(target) / rms(advantage) over the valid entries, any shape; 0 if the advantage
+  is."""
+  own, wanted = (
+    jnp.sqrt(jnp.sum(jnp.where(mask > 0, jnp.square(x), 0))) for x in (advantage, target)
+  )
   return jnp.where(own == 0, 0, advantage * (wanted / jnp.where(own == 0, 1, own)))

@@ -1,29 +1,31 @@
 """Demonstrations for the warm start: a scripted policy behind the sampler's interface.
 
-The script runs through the same agent loop, protocol and retriever as the policy that learns from it, so its
-trajectories have exactly the form that the policy will produce. It mixes four strategies, whatever the
-question: search n times, n = 0 to 3, then answer with the last value found. It follows the question's chain
-as far as that reaches; with too few searches it answers too early, with too many it wanders past the answer.
-Only n = hops is right, so what is left to learn by reward is which n a question calls for.
+The script runs through the same agent loop, protocol and retriever as the policy that learns from
+it, so its trajectories have exactly the form that the policy will produce. It mixes four
+strategies, whatever the question: search n times, n = 0 to 3, then answer with the last value
+found. It follows the question's chain as far as that reaches; with too few searches it answers too
+early, with too many it wanders past the answer. Only n = hops is right, so what is left to learn by
+reward is which n a question calls for.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from stratified.data import language
 from stratified.data.encyclopedia import Encyclopedia, facts_in, generator
 from stratified.data.questions import Chain, chain_of
 from stratified.data.tokenizer import Tokenizer
-from stratified.rollout.sampler import Completion, Request
+from stratified.sampling.interface import Completion, Request
 from stratified.types import Question
 
 _DEMONSTRATION = 3  # tag of the random streams
 _PLANS = ("query", "think", "none")
-_DOCUMENT = re.compile(r"Doc \d+\(Title: ([^)]*)\) (.*?)(?=\nDoc \d+\(Title: |</information>)", re.DOTALL)
+_DOCUMENT = re.compile(
+  r"Doc \d+\(Title: ([^)]*)\) (.*?)(?=\nDoc \d+\(Title: |</information>)", re.DOTALL
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +33,14 @@ class DemonstrationConfig:
   """What the script does.
 
   mixture: share of rollouts that search 0, 1, 2, 3 times, drawn apart from the question.
-  plan: where a turn says which fact it is after: in the query ("Marvel Dortim birthplace"), in a `<think>` of
+  plan: where a turn says which fact it is after: in the query ("Marvel Dortim birthplace"), in a
+  `<think>` of
     its own before it, or nowhere.
-  guess: of the rollouts that answer a question of 1 to 3 hops without a search, the share that names a random
+  guess: of the rollouts that answer a question of 1 to 3 hops without a search, the share that
+  names a random
     entity of the right kind; the others name the entity that the question starts from.
-  wrong_query, wrong_relation, invalid: rates per search of a query with a name part dropped or swapped, of
+  wrong_query, wrong_relation, invalid: rates per search of a query with a name part dropped or
+  swapped, of
     another fact being read off the page, and of a turn that is neither search nor answer.
   max_turns: turns that may search; the generation after them answers.
   """
@@ -52,23 +57,30 @@ class DemonstrationConfig:
     for name in ("guess", "wrong_query", "wrong_relation", "invalid"):
       if not 0 <= getattr(self, name) <= 1:
         raise ValueError(
-            f"demonstration setting {name}={getattr(self, name)} is no share: choose from 0 to 1")
+          f"demonstration setting {name}={getattr(self, name)} is no share: choose from 0 to 1"
+        )
     if not self.mixture or min(self.mixture) < 0 or not abs(sum(self.mixture) - 1) < 1e-6:
       raise ValueError(
-          f"demonstration mixture {tuple(self.mixture)} must be shares of at least 0 that sum to 1")
+        f"demonstration mixture {tuple(self.mixture)} must be shares of at least 0 that sum to 1"
+      )
     if len(self.mixture) - 1 > self.max_turns:
-      raise ValueError(f"demonstration mixture {tuple(self.mixture)} asks for up to {len(self.mixture) - 1} "
-                       f"searches, but max_turns is {self.max_turns}: shorten the mixture or raise max_turns")
+      raise ValueError(
+        f"demonstration mixture {tuple(self.mixture)} asks for up to {len(self.mixture) - 1} "
+        f"searches, but max_turns is {self.max_turns}: shorten the mixture or raise max_turns"
+      )
     if self.plan not in _PLANS:
-      raise ValueError(f"demonstration plan {self.plan!r} is unknown: choose one of {', '.join(_PLANS)}")
+      raise ValueError(
+        f"demonstration plan {self.plan!r} is unknown: choose one of {', '.join(_PLANS)}"
+      )
 
 
 @dataclasses.dataclass
 class _Script:
-  """Where a rollout stands: `position` searches made, `current` last value found, `relation` sought next.
+  """Where a rollout stands: `position` searches made, `current` last value found, `relation` sought
+  next.
 
-  `seen` counts the tokens of the context up to the end of the script's last turn, `turn` its turns that could
-  search; `nouns` are the question's words for the chain's relations.
+  `seen` counts the tokens of the context up to the end of the script's last turn, `turn` its turns
+  that could search; `nouns` are the question's words for the chain's relations.
   """
 
   chain: Chain
@@ -84,15 +96,27 @@ class _Script:
 
 
 class Demonstrator:
-  """A sampler (submit, poll, load) that plays the script. Log-probs are 0: the script has only one next turn.
+  """A sampler (submit, poll, load) that plays the script. Log-probs are 0: the script has only one
+  next turn.
 
-  `begin` names the step's questions; a request's key (step, question index, sample) then says whose turn it
-  is, and the random choices of a rollout are functions of (seed, key) alone.
+  `begin` names the step's questions; a request's key (step, question index, sample) then says whose
+  turn it is, and the random choices of a rollout are functions of (seed, key) alone.
   """
 
-  def __init__(self, encyclopedia: Encyclopedia, tokenizer: Tokenizer, *, seed: int,
-               config: DemonstrationConfig = DemonstrationConfig()):
-    self._encyclopedia, self._tokenizer, self._seed, self._config = encyclopedia, tokenizer, seed, config
+  def __init__(
+    self,
+    encyclopedia: Encyclopedia,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    config: DemonstrationConfig = DemonstrationConfig(),
+  ):
+    self._encyclopedia, self._tokenizer, self._seed, self._config = (
+      encyclopedia,
+      tokenizer,
+      seed,
+      config,
+    )
     self._questions: Sequence[Question] = ()
     self._step = -1
     self._scripts: dict[tuple[int, int, int], _Script] = {}
@@ -112,11 +136,11 @@ class Demonstrator:
     script = self._scripts.get(request.key)
     if script is None:
       script = self._scripts[request.key] = self._script(request.key)
-    fed = self._tokenizer.decode(request.token_ids[script.seen:])
+    fed = self._tokenizer.decode(request.token_ids[script.seen :])
     token_ids = self._turn(script, fed)
     finish = "stop"
     if len(token_ids) > request.max_new_tokens:
-      token_ids, finish = token_ids[:request.max_new_tokens], "length"
+      token_ids, finish = token_ids[: request.max_new_tokens], "length"
     script.seen = len(request.token_ids) + len(token_ids)
     if request.last:
       del self._scripts[request.key]
@@ -136,12 +160,16 @@ class Demonstrator:
     step, index, _ = key
     if step != self._step or index >= len(self._questions):
       raise ValueError(
-          f"the demonstrator was told the {len(self._questions)} questions of step {self._step}, but is "
-          f"asked for question {index} of step {step}: call begin(step, questions) first")
+        f"the demonstrator was told the {len(self._questions)} questions of step {self._step}, but "
+        "is "
+        f"asked for question {index} of step {step}: call begin(step, questions) first"
+      )
     question = self._questions[index]
     chain = chain_of(self._encyclopedia, question)
     rng = self._generator(key)
-    return _Script(chain, _nouns(chain, question.text), self._draw_depth(rng), rng, chain.entities[0])
+    return _Script(
+      chain, _nouns(chain, question.text), self._draw_depth(rng), rng, chain.entities[0]
+    )
 
   def _draw_depth(self, rng: np.random.Generator) -> int:
     return int(rng.choice(len(self._config.mixture), p=self._config.mixture))
@@ -168,7 +196,8 @@ class Demonstrator:
     return f"{think}<search> {query}</search>"
 
   def _choose_relation(self, script: _Script) -> str:
-    """Sets the relation sought next, the chain's or a random one that leads somewhere new; gives its noun."""
+    """Sets the relation sought next, the chain's or a random one that leads somewhere new; gives
+    its noun."""
     if script.position < len(script.chain.relations):
       script.relation = script.chain.relations[script.position]
       return script.nouns[script.position]
@@ -179,13 +208,16 @@ class Demonstrator:
     return script.relation
 
   def _read(self, script: _Script, fed: str) -> None:
-    """Takes the value sought off the page that was searched for, else off the first page, if any came."""
+    """Takes the value sought off the page that was searched for, else off the first page, if any
+    came."""
     documents = _DOCUMENT.findall(fed)
     own = [text for title, text in documents if title == script.current]
     text = next(iter(own or [text for _, text in documents]), "")
     facts = facts_in(text)
     others = [name for name in facts if name != script.relation]
-    if others and (script.relation not in facts or script.rng.random() < self._config.wrong_relation):
+    if others and (
+      script.relation not in facts or script.rng.random() < self._config.wrong_relation
+    ):
       script.relation = others[script.rng.integers(len(others))]
     script.visited += (script.current,)
     script.current = facts.get(script.relation, script.current)
@@ -205,7 +237,8 @@ class Demonstrator:
 
 
 def _nouns(chain: Chain, text: str) -> tuple[str, ...]:
-  """The question's words for its relations, from the head outwards; their names where it has none."""
+  """The question's words for its relations, from the head outwards; their names where it has
+  none."""
   found = re.findall(r"the (\w+) of", text)[::-1]
   return tuple(found) if len(found) == len(chain.relations) else chain.relations
 
@@ -215,7 +248,7 @@ def _spoil(name: str, encyclopedia: Encyclopedia, rng: np.random.Generator) -> s
   words = name.split()
   position = int(rng.integers(len(words)))
   if len(words) > 1 and rng.random() < 0.5:
-    return " ".join(words[:position] + words[position + 1:])
+    return " ".join(words[:position] + words[position + 1 :])
   other = encyclopedia.entities[rng.integers(len(encyclopedia.entities))].name.split()
   words[position] = other[rng.integers(len(other))]
   return " ".join(words)

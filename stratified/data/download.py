@@ -1,7 +1,8 @@
-"""Files from the network: resumed where a download broke off, and checked before they get their name.
+"""Files from the network: resumed where a download broke off, and checked before they get their
+name.
 
-Checked is whatever is known: the size, a SHA-256 that the caller gives, and the hashes that Hugging Face's hub sends in
-its headers (SHA-256 of large files, git's blob hash of small ones).
+Checked is whatever is known: the size, a SHA-256 that the caller gives, and the hashes that Hugging
+Face's hub sends in its headers (SHA-256 of large files, git's blob hash of small ones).
 """
 
 from collections.abc import Callable
@@ -17,7 +18,10 @@ import urllib.parse
 import urllib.request
 
 BLOCK = 2**20
-_BROKEN = (OSError, http.client.HTTPException)  # what a lost connection may raise; HTTPError is an OSError too
+_BROKEN = (
+  OSError,
+  http.client.HTTPException,
+)  # what a lost connection may raise; HTTPError is an OSError too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +35,21 @@ class Remote:
   git_sha1: str | None = None
 
 
-def download(url: str, target: str | os.PathLike, *, sha256: str | None = None, attempts: int = 4,
-             timeout_s: float = 60, wait_s: float = 1.0,
-             progress: Callable[[int, int | None], None] | None = None) -> dict:
+def download(
+  url: str,
+  target: str | os.PathLike,
+  *,
+  sha256: str | None = None,
+  attempts: int = 4,
+  timeout_s: float = 60,
+  wait_s: float = 1.0,
+  progress: Callable[[int, int | None], None] | None = None,
+) -> dict:
   """Brings `url` to `target` unless it is there already; {"url", "sha256", "bytes"}.
 
-  A broken download is kept as `target.part` and gone on with, by this call up to `attempts` times and by the next one,
-  as long as the server still has the same file (its ETag tells). progress: called with (bytes so far, bytes in all).
+  A broken download is kept as `target.part` and gone on with, by this call up to `attempts` times
+  and by the next one, as long as the server still has the same file (its ETag tells). progress:
+  called with (bytes so far, bytes in all).
 
   Raises:
     ConnectionError: the server is out of reach or refuses; the message says why.
@@ -51,8 +63,12 @@ def download(url: str, target: str | os.PathLike, *, sha256: str | None = None, 
     remote = dataclasses.replace(remote, sha256=sha256)
   note = target.with_name(target.name + ".source.json")
   known = _read_note(note)
-  if target.exists() and known.get("url") == url and known.get("bytes") == target.stat().st_size and (
-      remote.sha256 in (None, known.get("sha256")) and remote.etag in (None, known.get("etag"))):
+  if (
+    target.exists()
+    and known.get("url") == url
+    and known.get("bytes") == target.stat().st_size
+    and (remote.sha256 in (None, known.get("sha256")) and remote.etag in (None, known.get("etag")))
+  ):
     return {name: known[name] for name in ("url", "sha256", "bytes")}
   target.parent.mkdir(parents=True, exist_ok=True)
   part = target.with_name(target.name + ".part")
@@ -62,7 +78,12 @@ def download(url: str, target: str | os.PathLike, *, sha256: str | None = None, 
       break
     except _BROKEN as error:
       status = getattr(error, "code", None)
-      if attempt + 1 == attempts or status is not None and 400 <= status < 500 and status not in (408, 429):
+      if (
+        attempt + 1 == attempts
+        or status is not None
+        and 400 <= status < 500
+        and status not in (408, 429)
+      ):
         raise ConnectionError(_unreachable(url, error)) from error
       time.sleep(wait_s * 2**attempt)
   found = _check(remote, part)
@@ -73,11 +94,14 @@ def download(url: str, target: str | os.PathLike, *, sha256: str | None = None, 
 
 
 def _look(url: str, timeout_s: float) -> Remote:
-  """Asks for the headers, at each redirection: the hub's own come with the first answer, not with the store's."""
+  """Asks for the headers, at each redirection: the hub's own come with the first answer, not with
+  the store's."""
   known, at = {}, url
   for _ in range(8):
     try:
-      reply = _OPENER.open(urllib.request.Request(at, method="HEAD", headers=_HEADERS), timeout=timeout_s)
+      reply = _OPENER.open(
+        urllib.request.Request(at, method="HEAD", headers=_HEADERS), timeout=timeout_s
+      )
     except urllib.error.HTTPError as error:
       if error.code in (403, 405, 501) and not known:
         return Remote(url)  # a server without HEAD, or an address signed for GET alone
@@ -105,28 +129,41 @@ def _remote(url: str, known: dict, headers) -> Remote:
   size = known.get("X-Linked-Size") or headers.get("Content-Length")
   is_hash = lambda length: len(linked) == length and set(linked) <= set("0123456789abcdef")
   hub = "X-Repo-Commit" in known
-  return Remote(url, etag, int(size) if size and size.isdigit() else None,
-                linked if is_hash(64) and "X-Linked-Etag" in known else None, linked if is_hash(40) and hub else None)
+  return Remote(
+    url,
+    etag,
+    int(size) if size and size.isdigit() else None,
+    linked if is_hash(64) and "X-Linked-Etag" in known else None,
+    linked if is_hash(40) and hub else None,
+  )
 
 
 def _fetch(remote: Remote, part: pathlib.Path, timeout_s: float, progress) -> None:
-  """Appends to the part what it lacks, or starts it anew where the server has another file or knows no ranges."""
+  """Appends to the part what it lacks, or starts it anew where the server has another file or knows
+  no ranges."""
   note = part.with_name(part.name + ".json")
   strong = remote.etag is not None and not remote.etag.startswith("W/")
-  begun = part.stat().st_size if part.exists() and strong and _read_note(note) == {
-      "url": remote.url, "etag": remote.etag} else 0
+  begun = (
+    part.stat().st_size
+    if part.exists() and strong and _read_note(note) == {"url": remote.url, "etag": remote.etag}
+    else 0
+  )
   if begun and begun == remote.size:
     return
   headers = _HEADERS | ({"Range": f"bytes={begun}-", "If-Range": remote.etag} if begun else {})
   note.write_text(json.dumps({"url": remote.url, "etag": remote.etag}))
   try:
-    reply = urllib.request.urlopen(urllib.request.Request(remote.url, headers=headers), timeout=timeout_s)
+    reply = urllib.request.urlopen(
+      urllib.request.Request(remote.url, headers=headers), timeout=timeout_s
+    )
   except urllib.error.HTTPError as error:
     if error.code == 416:  # the part is longer than the file: it is of another one
       part.unlink()
     raise
   with reply:
-    goes_on = reply.status == 206 and (reply.headers.get("Content-Range") or "").startswith(f"bytes {begun}-")
+    goes_on = reply.status == 206 and (reply.headers.get("Content-Range") or "").startswith(
+      f"bytes {begun}-"
+    )
     length = reply.headers.get("Content-Length")
     expected = int(length) if length and length.isdigit() else None
     done = begun if goes_on else 0
@@ -148,18 +185,27 @@ def _check(remote: Remote, part: pathlib.Path) -> dict:
     while block := file.read(BLOCK):
       sha256.update(block)
       git.update(block)
-  for what, wanted, found in (("bytes", remote.size, size), ("SHA-256", remote.sha256, sha256.hexdigest()),
-                              ("git hash", remote.git_sha1, git.hexdigest())):
+  for what, wanted, found in (
+    ("bytes", remote.size, size),
+    ("SHA-256", remote.sha256, sha256.hexdigest()),
+    ("git hash", remote.git_sha1, git.hexdigest()),
+  ):
     if wanted is not None and wanted != found:
       part.unlink()
-      raise ValueError(f"{remote.url}: {what} {found} came, but {wanted} was expected; it has been deleted: run the "
-                       "command again, or take the file from another place")
+      raise ValueError(
+        f"{remote.url}: {what} {found} came, but {wanted} was expected; it has been deleted: run "
+        "the "
+        "command again, or take the file from another place"
+      )
   return {"url": remote.url, "sha256": sha256.hexdigest(), "bytes": size}
 
 
 def _unreachable(url: str, error: Exception) -> str:
-  reason = f"HTTP {error.code} {error.reason}" if isinstance(error, urllib.error.HTTPError) else (
-      getattr(error, "reason", None) or error or type(error).__name__)
+  reason = (
+    f"HTTP {error.code} {error.reason}"
+    if isinstance(error, urllib.error.HTTPError)
+    else (getattr(error, "reason", None) or error or type(error).__name__)
+  )
   return f"{url} can't be fetched ({reason})"
 
 
@@ -172,7 +218,6 @@ def _read_note(path: pathlib.Path) -> dict:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-
   def redirect_request(self, *unused):
     return None
 

@@ -1,4 +1,5 @@
-"""Questions that stand in training and in a benchmark, or twice in one set, whatever their case and punctuation."""
+"""Questions that stand in training and in a benchmark, or twice in one set, whatever their case and
+punctuation."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ _ACCENT = re.compile("[\u0300-\u036f]")
 
 
 def key(question: str) -> str:
-  """The words of a question in order, compatibility forms united (NFKC), case folded, without accents or punctuation.
+  """The words of a question in order, compatibility forms united (NFKC), case folded, without
+  accents or punctuation.
 
   A question of no word at all is its own key, so that two of them are not taken for one.
   """
@@ -29,9 +31,9 @@ class Report:
 
   across: {"TRAIN SET / BENCHMARK": training questions of the first that also stand in the second}.
   within: {"train SET" or "benchmark SET": questions that an earlier one of the same set repeats}.
-  between: {"SET / SET": training questions of the first that also stand in the second training set}.
-  kept: {training set: its records without those that stand in any benchmark}.
-  removed: {training set: how many were left out of `kept`}.
+  between: {"SET / SET": training questions of the first that also stand in the second training
+  set}. kept: {training set: its records without those that stand in any benchmark}. removed:
+  {training set: how many were left out of `kept`}.
   """
 
   across: dict[str, int]
@@ -41,10 +43,17 @@ class Report:
   removed: dict[str, int]
 
 
-def find(train: Mapping[str, Sequence[Record]], benchmarks: Mapping[str, Sequence[Record]]) -> Report:
+def find(
+  train: Mapping[str, Sequence[Record]], benchmarks: Mapping[str, Sequence[Record]]
+) -> Report:
   """Compares records by their `question`; {set: records} on both sides."""
-  train_keys = {name: [key(record["question"]) for record in records] for name, records in train.items()}
-  test_keys = {name: Counter(key(record["question"]) for record in records) for name, records in benchmarks.items()}
+  train_keys = {
+    name: [key(record["question"]) for record in records] for name, records in train.items()
+  }
+  test_keys = {
+    name: Counter(key(record["question"]) for record in records)
+    for name, records in benchmarks.items()
+  }
   held = set().union(*test_keys.values())
   across, between, kept = {}, {}, {}
   for name, keys in train_keys.items():
@@ -56,8 +65,10 @@ def find(train: Mapping[str, Sequence[Record]], benchmarks: Mapping[str, Sequenc
         _note(between, f"{name} / {other}", sum(k in others for k in keys))
     kept[name] = [record for record, k in zip(train[name], keys, strict=True) if k not in held]
   within = {}
-  for label, counts in [*((f"train {name}", Counter(keys)) for name, keys in train_keys.items()),
-                        *((f"benchmark {name}", known) for name, known in test_keys.items())]:
+  for label, counts in [
+    *((f"train {name}", Counter(keys)) for name, keys in train_keys.items()),
+    *((f"benchmark {name}", known) for name, known in test_keys.items()),
+  ]:
     _note(within, label, sum(count - 1 for count in counts.values()))
   removed = {name: len(train[name]) - len(records) for name, records in kept.items()}
   return Report(across, within, between, kept, removed)

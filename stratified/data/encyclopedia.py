@@ -1,8 +1,8 @@
 """A generated encyclopedia: entities, typed facts between them, and one page of prose for each.
 
-Nothing in it is true and nobody in it exists. It is a small world to learn searching in: the names of another
-seed are made of the same syllables, so what was learnt by heart from one encyclopedia is of no use in the
-next.
+Nothing in it is true and nobody in it exists. It is a small world to learn searching in: the names
+of another seed are made of the same syllables, so what was learnt by heart from one encyclopedia is
+of no use in the next.
 """
 
 import dataclasses
@@ -37,13 +37,20 @@ class EncyclopediaConfig:
   held_out: float = 0.1
 
   def __post_init__(self):
-    bounds = {"entities": (MIN_ENTITIES, MAX_ENTITIES), "near_duplicates": (0, 0.5), "distractors": (0, 1),
-              "paraphrases": (1, 3), "common_facts": (1, len(common_knowledge.FACTS)),
-              "held_out": (0.01, 0.9)}
+    bounds = {
+      "entities": (MIN_ENTITIES, MAX_ENTITIES),
+      "near_duplicates": (0, 0.5),
+      "distractors": (0, 1),
+      "paraphrases": (1, 3),
+      "common_facts": (1, len(common_knowledge.FACTS)),
+      "held_out": (0.01, 0.9),
+    }
     for name, (low, high) in bounds.items():
       value = getattr(self, name)
       if not low <= value <= high:
-        raise ValueError(f"encyclopedia setting {name}={value} is out of range: choose from {low} to {high}")
+        raise ValueError(
+          f"encyclopedia setting {name}={value} is out of range: choose from {low} to {high}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +64,8 @@ class Entity:
 
 @dataclasses.dataclass(frozen=True)
 class Encyclopedia:
-  """The world of one seed. `passages` holds the page of each entity, in their order, then the distractors."""
+  """The world of one seed. `passages` holds the page of each entity, in their order, then the
+  distractors."""
 
   config: EncyclopediaConfig
   seed: int
@@ -76,7 +84,9 @@ class Encyclopedia:
 def generator(*key: int) -> np.random.Generator:
   """A counter-based generator whose stream is a function of the key (seed, step, ...) alone."""
   if min(key) < 0:
-    raise ValueError(f"the random key {key} has a negative part: seeds, steps and samples count from 0")
+    raise ValueError(
+      f"the random key {key} has a negative part: seeds, steps and samples count from 0"
+    )
   return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
@@ -87,9 +97,13 @@ def make(config: EncyclopediaConfig, seed: int) -> Encyclopedia:
   names = _names(kinds, config.near_duplicates, rng)
   links = _links(kinds, rng)
   entities = tuple(
-      Entity(name, kind, {relation: names[target] for relation, target in link.items()})
-      for name, kind, link in zip(names, kinds, links, strict=True))
-  pages = [Passage(f"{seed}-{i}", e.name, _page(e, config.paraphrases, rng)) for i, e in enumerate(entities)]
+    Entity(name, kind, {relation: names[target] for relation, target in link.items()})
+    for name, kind, link in zip(names, kinds, links, strict=True)
+  )
+  pages = [
+    Passage(f"{seed}-{i}", e.name, _page(e, config.paraphrases, rng))
+    for i, e in enumerate(entities)
+  ]
   count = round(config.distractors * len(entities))
   places, persons = ([e.name for e in entities if e.kind == kind] for kind in ("city", "person"))
   for i, about in enumerate(rng.permutation(len(entities))[:count]):
@@ -105,14 +119,18 @@ def _counts(entities: int) -> dict[str, int]:
 
 
 def _names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -> list[str]:
-  """Two words for a person, one for the rest; a near-duplicate takes a word of an earlier name and adds one.
+  """Two words for a person, one for the rest; a near-duplicate takes a word of an earlier name and
+  adds one.
 
-  Every other word is used for one name only, so `near_duplicates` alone says how confusable names are.
+  Every other word is used for one name only, so `near_duplicates` alone says how confusable names
+  are.
   """
-  words = [first + second for first in language.FIRST_SYLLABLES for second in language.SECOND_SYLLABLES]
+  words = [
+    first + second for first in language.FIRST_SYLLABLES for second in language.SECOND_SYLLABLES
+  ]
   fresh = iter([words[i] for i in rng.permutation(len(words))])
   order = rng.permutation(len(kinds))
-  copies = set(order[len(kinds) - round(near_duplicates * len(kinds)):].tolist())
+  copies = set(order[len(kinds) - round(near_duplicates * len(kinds)) :].tolist())
   names = [""] * len(kinds)
   originals: list[str] = []
   for i in order:
@@ -129,14 +147,14 @@ def _names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -
 def _links(kinds: list[str], rng: np.random.Generator) -> list[dict[str, int]]:
   """The graph: for each entity, its relations and the index of the entity that each leads to.
 
-  No entity is linked to itself, nor twice to the same one. Two relations are tied: a marriage has two sides,
-  and a capital lies in its own country.
+  No entity is linked to itself, nor twice to the same one. Two relations are tied: a marriage has
+  two sides, and a capital lies in its own country.
   """
   members = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in language.KINDS}
   links = [{} for _ in kinds]
   for one, other in rng.permutation(members["person"]).reshape(-1, 2).tolist():
     links[one]["spouse"], links[other]["spouse"] = other, one
-  capitals = rng.permutation(members["city"])[:len(members["country"])].tolist()
+  capitals = rng.permutation(members["city"])[: len(members["country"])].tolist()
   for country, capital in zip(members["country"], capitals, strict=True):
     links[country]["capital"], links[capital]["country"] = capital, country
   for i, kind in enumerate(kinds):
@@ -150,7 +168,8 @@ def _links(kinds: list[str], rng: np.random.Generator) -> list[dict[str, int]]:
 
 
 def _page(entity: Entity, paraphrases: int, rng: np.random.Generator) -> str:
-  """One fact a sentence in random order; the first sentence names the subject, the others use a pronoun."""
+  """One fact a sentence in random order; the first sentence names the subject, the others use a
+  pronoun."""
   pronouns = language.PRONOUNS[entity.kind]
   pronoun = pronouns[rng.integers(len(pronouns))]
   relations = language.RELATIONS_OF[entity.kind]
@@ -162,8 +181,9 @@ def _page(entity: Entity, paraphrases: int, rng: np.random.Generator) -> str:
   return " ".join(sentences)
 
 
-def _distractor(name: str, places: list[str], persons: list[str],
-                rng: np.random.Generator) -> tuple[str, str]:
+def _distractor(
+  name: str, places: list[str], persons: list[str], rng: np.random.Generator
+) -> tuple[str, str]:
   title, text = language.DISTRACTORS[rng.integers(len(language.DISTRACTORS))]
   place, person = places[rng.integers(len(places))], persons[rng.integers(len(persons))]
   return title.format(n=name), text.format(n=name, v=place, w=person)
@@ -171,12 +191,18 @@ def _distractor(name: str, places: list[str], persons: list[str],
 
 _NAME = r"[A-Z][a-z]+(?: [A-Z][a-z]+)*"
 _SENTENCES = [
-    (relation.name, re.compile(re.escape(template).replace(r"\{s\}", _NAME).replace(r"\{v\}", f"({_NAME})")))
-    for relation in language.RELATIONS.values() for template in relation.sentences]
+  (
+    relation.name,
+    re.compile(re.escape(template).replace(r"\{s\}", _NAME).replace(r"\{v\}", f"({_NAME})")),
+  )
+  for relation in language.RELATIONS.values()
+  for template in relation.sentences
+]
 
 
 def facts_in(text: str) -> dict[str, str]:
-  """The facts that a page's prose states, relation -> name; a sentence that states none adds none."""
+  """The facts that a page's prose states, relation -> name; a sentence that states none adds
+  none."""
   facts = {}
   for sentence in re.findall(r"[^.]+\.", text):
     for relation, pattern in _SENTENCES:

@@ -3,9 +3,10 @@
     {"id", "question", "golden_answers", "data_source", "split"}
     and where the source has them: "hops", "type", "orig_id", "supporting_titles"
 
-Read are FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), TriviaQA (JSON), PopQA (tsv),
-HotpotQA and 2WikiMultiHopQA (JSON), MuSiQue (JSON Lines) and Bamboogle (csv or JSON). The format is told from the
-content, never from the name. Text is taken over unchanged but for white space around it.
+Read are FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), TriviaQA (JSON),
+PopQA (tsv), HotpotQA and 2WikiMultiHopQA (JSON), MuSiQue (JSON Lines) and Bamboogle (csv or JSON).
+The format is told from the content, never from the name. Text is taken over unchanged but for white
+space around it.
 """
 
 from collections.abc import Iterator
@@ -30,10 +31,19 @@ class Source(NamedTuple):
   split: str | None
 
 
-# What stands in file and folder names, the longer first: "2wiki" before "wiki", "hotpot" as in hotpot_train_v1.1.json.
+# What stands in file and folder names, the longer first: "2wiki" before "wiki", "hotpot" as in
+# hotpot_train_v1.1.json.
 _NAMES = {
-    "2wikimultihop": "2wikimultihopqa", "2wiki": "2wikimultihopqa", "hotpot": "hotpotqa", "musique": "musique",
-    "bamboogle": "bamboogle", "popqa": "popqa", "trivia": "triviaqa", "nq": "nq", "natural_questions": "nq"}
+  "2wikimultihop": "2wikimultihopqa",
+  "2wiki": "2wikimultihopqa",
+  "hotpot": "hotpotqa",
+  "musique": "musique",
+  "bamboogle": "bamboogle",
+  "popqa": "popqa",
+  "trivia": "triviaqa",
+  "nq": "nq",
+  "natural_questions": "nq",
+}
 _SPLITS = {"train": "train", "dev": "dev", "validation": "dev", "test": "test"}
 
 
@@ -51,15 +61,21 @@ def named(path: pathlib.Path) -> Source | None:
 def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record]:
   """Yields the questions of a file in the normal form.
 
-  name: the set, where neither the records nor the file's name tell it. split: "train", "dev" or "test", for records
+  name: the set, where neither the records nor the file's name tell it. split: "train", "dev" or
+  "test", for records
     that do not carry their own.
 
-  Raises ValueError, naming file, record and field, for what cannot be read, and for a set that nobody names.
+  Raises ValueError, naming file, record and field, for what cannot be read, and for a set that
+  nobody names.
   """
   if path.name.endswith(".parquet"):
     questions = readers.read_questions(path, source=name)
-    yield from (_normal(dataclasses.asdict(q) | {"data_source": q.source}, {"question": q.text}, q.source, split)
-                for q in questions)
+    yield from (
+      _normal(
+        dataclasses.asdict(q) | {"data_source": q.source}, {"question": q.text}, q.source, split
+      )
+      for q in questions
+    )
     return
   source = named(path)
   name = name or (source.name if source else None)
@@ -71,20 +87,31 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
       continue
     own = name or made.get("data_source")
     if not own:
-      raise ValueError(f"{where}: neither the file's name nor the record says which question set this is; name it as "
-                       f"SET={path}")
+      raise ValueError(
+        f"{where}: neither the file's name nor the record says which question set this is; name it "
+        "as "
+        f"SET={path}"
+      )
     yield _normal(made, made, own, split)
 
 
 def _normal(made: Record, text: Record, name: str, split: str) -> Record:
   """The fields of the normal form, in their order; what is unknown is left out."""
-  normal = {"id": made["id"], "question": text["question"].strip(),
-            "golden_answers": list(dict.fromkeys(answer.strip() for answer in made["golden_answers"])),
-            "data_source": name, "split": made.get("split") or split}
+  normal = {
+    "id": made["id"],
+    "question": text["question"].strip(),
+    "golden_answers": list(dict.fromkeys(answer.strip() for answer in made["golden_answers"])),
+    "data_source": name,
+    "split": made.get("split") or split,
+  }
   hops = made.get("hops")
   hops = readers.hops_of(name, made) if hops is None else hops
-  extra = {"hops": hops, "type": made.get("type"), "orig_id": made.get("orig_id"),
-           "supporting_titles": made.get("supporting_titles")}
+  extra = {
+    "hops": hops,
+    "type": made.get("type"),
+    "orig_id": made.get("orig_id"),
+    "supporting_titles": made.get("supporting_titles"),
+  }
   return normal | {key: value for key, value in extra.items() if value not in (None, [])}
 
 
@@ -100,12 +127,16 @@ def _records(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
   elif name.endswith(".json"):
     yield from _json(path)
   else:
-    raise ValueError(f"{path}: questions are read from .jsonl, .json, .csv, .tsv (plain or .gz) and .parquet")
+    raise ValueError(
+      f"{path}: questions are read from .jsonl, .json, .csv, .tsv (plain or .gz) and .parquet"
+    )
 
 
 def open_text(path: pathlib.Path):
   """UTF-8, with or without a byte order mark; plain or .gz."""
-  return (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig", newline="")
+  return (gzip.open if path.name.endswith(".gz") else open)(
+    path, "rt", encoding="utf-8-sig", newline=""
+  )
 
 
 def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
@@ -114,7 +145,10 @@ def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
       for number, row in enumerate(csv.DictReader(file, delimiter=delimiter), start=2):
         if None in row or None in row.values():
           found = sum(value is not None for value in row.values())
-          raise ValueError(f"{path}, row {number}: {found} fields, the header has another number; get the file again")
+          raise ValueError(
+            f"{path}, row {number}: {found} fields, the header has another number; get the file "
+            "again"
+          )
         yield f"{path}, row {number}", row
   except (UnicodeDecodeError, csv.Error, EOFError, OSError) as error:
     raise ValueError(f"{path}: not a readable table ({error}); get it again") from error
@@ -129,17 +163,23 @@ def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
   try:
     found = json.loads(text)
   except ValueError as error:
-    if text.lstrip().startswith("{") and "\n{" in text:  # JSON Lines that are called .json, as MuSiQue's mirrors are
+    if (
+      text.lstrip().startswith("{") and "\n{" in text
+    ):  # JSON Lines that are called .json, as MuSiQue's mirrors are
       yield from ((f"{path}, line {line}", record) for line, record in read_jsonl(path))
       return
     raise ValueError(f"{path}: not JSON ({error}); get it again") from error
   if isinstance(found, dict):
-    found = next((found[key] for key in ("Data", "data") if isinstance(found.get(key), list)), [found])
+    found = next(
+      (found[key] for key in ("Data", "data") if isinstance(found.get(key), list)), [found]
+    )
   if not isinstance(found, list):
     raise ValueError(f"{path}: a JSON {type(found).__name__}, but questions come as a list")
   for number, record in enumerate(found):
     if not isinstance(record, dict):
-      raise ValueError(f"{path}, entry {number}: a JSON {type(record).__name__}, but each question is an object")
+      raise ValueError(
+        f"{path}, entry {number}: a JSON {type(record).__name__}, but each question is an object"
+      )
     yield f"{path}, entry {number}", record
 
 
@@ -149,8 +189,10 @@ def _kind(record: Record, where: str) -> str:
     if record.keys() >= fields:
       return kind
   fields = ", ".join(map(str, sorted(record, key=str)))
-  raise ValueError(f"{where}: its fields ({fields}) are those of no known question format; known are "
-                   f"{', '.join(_FIELDS)}")
+  raise ValueError(
+    f"{where}: its fields ({fields}) are those of no known question format; known are "
+    f"{', '.join(_FIELDS)}"
+  )
 
 
 def _flashrag(record: Record, where: str) -> Record:
@@ -158,28 +200,46 @@ def _flashrag(record: Record, where: str) -> Record:
   titles = record.get("supporting_titles")
   if titles is None and isinstance(metadata.get("supporting_facts"), dict):
     titles = metadata["supporting_facts"].get("title")
-  return {"id": id_field(record, "id", where), "question": string_field(record, "question", where),
-          "golden_answers": _answers(record.get("golden_answers"), "golden_answers", where),
-          "data_source": record.get("data_source") if isinstance(record.get("data_source"), str) else None,
-          "type": _text(record.get("type") or metadata.get("type")), "hops": record.get("hops"),
-          "orig_id": _text(record.get("orig_id") or metadata.get("id")), "split": _text(record.get("split")),
-          "supporting_titles": _titles(titles)}
+  return {
+    "id": id_field(record, "id", where),
+    "question": string_field(record, "question", where),
+    "golden_answers": _answers(record.get("golden_answers"), "golden_answers", where),
+    "data_source": record.get("data_source")
+    if isinstance(record.get("data_source"), str)
+    else None,
+    "type": _text(record.get("type") or metadata.get("type")),
+    "hops": record.get("hops"),
+    "orig_id": _text(record.get("orig_id") or metadata.get("id")),
+    "split": _text(record.get("split")),
+    "supporting_titles": _titles(titles),
+  }
 
 
 def _nq_open(record: Record, where: str) -> Record:
   # The set has no ids; its lines are numbered from 0, as FlashRAG numbers them.
-  return {"id": f"nq_{_number(where) - 1}", "question": string_field(record, "question", where),
-          "golden_answers": _answers(record["answer"], "answer", where), "data_source": "nq"}
+  return {
+    "id": f"nq_{_number(where) - 1}",
+    "question": string_field(record, "question", where),
+    "golden_answers": _answers(record["answer"], "answer", where),
+    "data_source": "nq",
+  }
 
 
 def _triviaqa(record: Record, where: str) -> Record:
   answer = record.get("Answer")
   if not isinstance(answer, dict):
-    raise ValueError(f'{where}, field "Answer": it is missing: the answers of TriviaQA\'s test set are not published; '
-                     "evaluate on its dev set, as others do")
+    raise ValueError(
+      f'{where}, field "Answer": it is missing: the answers of TriviaQA\'s test set are not '
+      "published; "
+      "evaluate on its dev set, as others do"
+    )
   given = [answer.get("Value"), *_list(answer.get("Aliases")), *_list(answer.get("HumanAnswers"))]
-  return {"id": id_field(record, "QuestionId", where), "question": string_field(record, "Question", where),
-          "golden_answers": _answers(given, "Answer", where), "data_source": "triviaqa"}
+  return {
+    "id": id_field(record, "QuestionId", where),
+    "question": string_field(record, "Question", where),
+    "golden_answers": _answers(given, "Answer", where),
+    "data_source": "triviaqa",
+  }
 
 
 def _popqa(record: Record, where: str) -> Record:
@@ -187,51 +247,94 @@ def _popqa(record: Record, where: str) -> Record:
     answers = json.loads(record["possible_answers"])
   except (TypeError, ValueError) as error:
     raise ValueError(f'{where}, field "possible_answers": not a JSON list ({error})') from error
-  return {"id": id_field(record, "id", where), "question": string_field(record, "question", where),
-          "golden_answers": _answers(answers, "possible_answers", where), "data_source": "popqa",
-          "type": _text(record.get("prop")),
-          "supporting_titles": _titles([record.get("s_wiki_title") or record.get("subj")])}
+  return {
+    "id": id_field(record, "id", where),
+    "question": string_field(record, "question", where),
+    "golden_answers": _answers(answers, "possible_answers", where),
+    "data_source": "popqa",
+    "type": _text(record.get("prop")),
+    "supporting_titles": _titles([record.get("s_wiki_title") or record.get("subj")]),
+  }
 
 
 def _hotpotqa(record: Record, where: str) -> Record:
   """HotpotQA and 2WikiMultiHopQA, which took over its form."""
   if "answer" not in record:
-    raise ValueError(f'{where}, field "answer": it is missing: the answers of this test set are not published; '
-                     "evaluate on the dev set, as others do")
+    raise ValueError(
+      f'{where}, field "answer": it is missing: the answers of this test set are not published; '
+      "evaluate on the dev set, as others do"
+    )
   facts = record.get("supporting_facts")
-  titles = [fact[0] for fact in facts if isinstance(fact, list) and fact] if isinstance(facts, list) else None
-  wiki = "evidences" in record or record.get("type") in ("compositional", "inference", "bridge_comparison")
-  return {"id": id_field(record, "_id" if "_id" in record else "id", where),
-          "question": string_field(record, "question", where), "data_source": "2wikimultihopqa" if wiki else "hotpotqa",
-          "golden_answers": _answers([record["answer"], *_list(record.get("answer_aliases"))], "answer", where),
-          "type": _text(record.get("type")), "supporting_titles": _titles(titles)}
+  titles = (
+    [fact[0] for fact in facts if isinstance(fact, list) and fact]
+    if isinstance(facts, list)
+    else None
+  )
+  wiki = "evidences" in record or record.get("type") in (
+    "compositional",
+    "inference",
+    "bridge_comparison",
+  )
+  return {
+    "id": id_field(record, "_id" if "_id" in record else "id", where),
+    "question": string_field(record, "question", where),
+    "data_source": "2wikimultihopqa" if wiki else "hotpotqa",
+    "golden_answers": _answers(
+      [record["answer"], *_list(record.get("answer_aliases"))], "answer", where
+    ),
+    "type": _text(record.get("type")),
+    "supporting_titles": _titles(titles),
+  }
 
 
 def _musique(record: Record, where: str) -> Record | None:
   if record.get("answerable") is False:
     return None  # MuSiQue-Full pairs each question with one that its paragraphs do not answer
-  paragraphs = [p for p in _list(record.get("paragraphs")) if isinstance(p, dict) and p.get("is_supporting")]
-  return {"id": id_field(record, "id", where), "question": string_field(record, "question", where),
-          "golden_answers": _answers([record.get("answer"), *_list(record.get("answer_aliases"))], "answer", where),
-          "data_source": "musique", "supporting_titles": _titles([p.get("title") for p in paragraphs])}
+  paragraphs = [
+    p for p in _list(record.get("paragraphs")) if isinstance(p, dict) and p.get("is_supporting")
+  ]
+  return {
+    "id": id_field(record, "id", where),
+    "question": string_field(record, "question", where),
+    "golden_answers": _answers(
+      [record.get("answer"), *_list(record.get("answer_aliases"))], "answer", where
+    ),
+    "data_source": "musique",
+    "supporting_titles": _titles([p.get("title") for p in paragraphs]),
+  }
 
 
 def _bamboogle(record: Record, where: str) -> Record:
   first = 2 if ", row" in where else 1 if ", line" in where else 0
-  return {"id": f"bamboogle_{_number(where) - first}",
-          "question": string_field(record, "Question", where),
-          "golden_answers": _answers(record["Answer"], "Answer", where), "data_source": "bamboogle"}
+  return {
+    "id": f"bamboogle_{_number(where) - first}",
+    "question": string_field(record, "Question", where),
+    "golden_answers": _answers(record["Answer"], "Answer", where),
+    "data_source": "bamboogle",
+  }
 
 
 # Format -> the fields that tell it; the first that fits counts.
 _FIELDS = {
-    "flashrag": {"question", "golden_answers"}, "triviaqa": {"Question", "QuestionId"},
-    "popqa": {"question", "possible_answers"}, "musique": {"question", "paragraphs", "question_decomposition"},
-    "hotpotqa": {"question", "supporting_facts"}, "hotpotqa_test": {"_id", "question", "context"},
-    "bamboogle": {"Question", "Answer"}, "nq_open": {"question", "answer"},
+  "flashrag": {"question", "golden_answers"},
+  "triviaqa": {"Question", "QuestionId"},
+  "popqa": {"question", "possible_answers"},
+  "musique": {"question", "paragraphs", "question_decomposition"},
+  "hotpotqa": {"question", "supporting_facts"},
+  "hotpotqa_test": {"_id", "question", "context"},
+  "bamboogle": {"Question", "Answer"},
+  "nq_open": {"question", "answer"},
 }
-_READERS = {"flashrag": _flashrag, "triviaqa": _triviaqa, "popqa": _popqa, "musique": _musique, "hotpotqa": _hotpotqa,
-            "hotpotqa_test": _hotpotqa, "bamboogle": _bamboogle, "nq_open": _nq_open}
+_READERS = {
+  "flashrag": _flashrag,
+  "triviaqa": _triviaqa,
+  "popqa": _popqa,
+  "musique": _musique,
+  "hotpotqa": _hotpotqa,
+  "hotpotqa_test": _hotpotqa,
+  "bamboogle": _bamboogle,
+  "nq_open": _nq_open,
+}
 
 
 def _answers(value, field: str, where: str) -> list[str]:
@@ -244,7 +347,9 @@ def _answers(value, field: str, where: str) -> list[str]:
 
 
 def _titles(value) -> list[str] | None:
-  return list(dict.fromkeys(title for title in _list(value) if isinstance(title, str) and title)) or None
+  return (
+    list(dict.fromkeys(title for title in _list(value) if isinstance(title, str) and title)) or None
+  )
 
 
 def _number(where: str) -> int:

@@ -1,4 +1,5 @@
-"""manifest.json of a prepared folder: what stands in each file and where it came from, checked as it is read."""
+"""manifest.json of a prepared folder: what stands in each file and where it came from, checked as
+it is read."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,9 +15,11 @@ _ENTRY = {"count": int, "bytes": int, "sha256": str, "set": str, "licence": str,
 
 
 def load(path: str | os.PathLike) -> dict[str, Any]:
-  """{"files": {path: entry}, "duplicates": ...} of an earlier call; no files where there is no manifest yet.
+  """{"files": {path: entry}, "duplicates": ...} of an earlier call; no files where there is no
+  manifest yet.
 
-  Raises ValueError, naming the file and what is wrong, for what is no manifest: it is never replaced unseen.
+  Raises ValueError, naming the file and what is wrong, for what is no manifest: it is never
+  replaced unseen.
   """
   path = pathlib.Path(path)
   if not path.exists():
@@ -52,15 +55,19 @@ def _wrong(known) -> str | None:
 def _counts(left_out) -> bool:
   if not isinstance(left_out, dict) or not isinstance(left_out.get("by_benchmark"), dict):
     return False
-  return all(type(count) is int for count in (left_out.get("count"), *left_out["by_benchmark"].values()))
+  return all(
+    type(count) is int for count in (left_out.get("count"), *left_out["by_benchmark"].values())
+  )
 
 
-def duplicates_of(report: duplicates.Report, entries: dict[str, dict], benchmarks: Iterable[str],
-                  remove: bool) -> dict[str, Any]:
-  """The manifest's "duplicates"; where questions are left out now, their numbers go into the files' `entries` too.
+def duplicates_of(
+  report: duplicates.Report, entries: dict[str, dict], benchmarks: Iterable[str], remove: bool
+) -> dict[str, Any]:
+  """The manifest's "duplicates"; where questions are left out now, their numbers go into the files'
+  `entries` too.
 
-  entries: {training set: entry of its file}. What earlier calls left out of a file, which a comparison of today no
-  longer finds in it, still counts.
+  entries: {training set: entry of its file}. What earlier calls left out of a file, which a
+  comparison of today no longer finds in it, still counts.
   """
   across, removed = {}, {}
   for name, now in report.removed.items():
@@ -73,7 +80,12 @@ def duplicates_of(report: duplicates.Report, entries: dict[str, dict], benchmark
       entries[name]["left_out"] = {"count": count, "by_benchmark": total}
     if remove or count:
       removed[name] = count
-  return {"across": across, "within": report.within, "between_training_sets": report.between, "removed": removed}
+  return {
+    "across": across,
+    "within": report.within,
+    "between_training_sets": report.between,
+    "removed": removed,
+  }
 
 
 def source_of(path: pathlib.Path) -> dict[str, Any]:
@@ -93,5 +105,11 @@ def hashes_of(path: pathlib.Path) -> dict[str, Any]:
 
 
 def is_plain_name(name: str) -> bool:
-  """Whether a name stays in its folder and shows there: no separator, no control character, no dot in front."""
-  return bool(name.strip()) and name.isprintable() and not name.startswith(".") and not set(name) & set("/\\")
+  """Whether a name stays in its folder and shows there: no separator, no control character, no dot
+  in front."""
+  return (
+    bool(name.strip())
+    and name.isprintable()
+    and not name.startswith(".")
+    and not set(name) & set("/\\")
+  )

@@ -1,4 +1,5 @@
-"""Raw files -> the files that training and evaluation read, each written whole or not at all, with what is in it."""
+"""Raw files -> the files that training and evaluation read, each written whole or not at all, with
+what is in it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import csv
@@ -16,9 +17,15 @@ from stratified.retrieval.corpus import id_field, read_jsonl, string_field
 
 # Of the sets themselves, whoever passes the file on; "unclear" where their makers do not say.
 LICENCES = {
-    "nq": "CC BY-SA 3.0", "hotpotqa": "CC BY-SA 4.0", "2wikimultihopqa": "Apache-2.0", "musique": "CC BY 4.0",
-    "triviaqa": "Apache-2.0 for code and data; its questions are of third-party trivia sites", "popqa": "MIT",
-    "bamboogle": "MIT", "corpus": "CC BY-SA 3.0 (Wikipedia of 2018; attribution by title)"}
+  "nq": "CC BY-SA 3.0",
+  "hotpotqa": "CC BY-SA 4.0",
+  "2wikimultihopqa": "Apache-2.0",
+  "musique": "CC BY 4.0",
+  "triviaqa": "Apache-2.0 for code and data; its questions are of third-party trivia sites",
+  "popqa": "MIT",
+  "bamboogle": "MIT",
+  "corpus": "CC BY-SA 3.0 (Wikipedia of 2018; attribution by title)",
+}
 # Columns of DPR's psgs_w100.tsv (arXiv 2004.04906).
 _TSV_COLUMNS = ["id", "text", "title"]
 
@@ -33,7 +40,8 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, Any]:
-  """Writes lines (gzip where the name ends with .gz) aside, then renames; {"count", "bytes", "sha256"} of the file.
+  """Writes lines (gzip where the name ends with .gz) aside, then renames; {"count", "bytes",
+  "sha256"} of the file.
 
   Raises ValueError where there is no line: an empty file never takes the place of a good one.
   """
@@ -48,7 +56,9 @@ def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, An
         file.write(line.encode() + b"\n")
         count += 1
       if not count:
-        raise ValueError(f"there is nothing to write to {target}: what it is made from holds nothing")
+        raise ValueError(
+          f"there is nothing to write to {target}: what it is made from holds nothing"
+        )
       if file is not raw:
         file.close()
       raw.flush()
@@ -60,8 +70,11 @@ def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, An
   return found
 
 
-def write_questions(target: str | os.PathLike, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """A set's questions in the normal form. Raises ValueError where an id names two of them, or there is none."""
+def write_questions(
+  target: str | os.PathLike, records: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+  """A set's questions in the normal form. Raises ValueError where an id names two of them, or there
+  is none."""
   records = list(records)
   check_ids(records, pathlib.Path(target).name)
   return write_lines(target, (json.dumps(record, ensure_ascii=False) for record in records))
@@ -73,24 +86,35 @@ def check_ids(records: Iterable[Mapping[str, Any]], name: str):
   for record in records:
     earlier = seen.setdefault(record["id"], record["question"])
     if earlier is not record["question"]:
-      raise ValueError(f"{name}: the id {record['id']!r} names two questions, {earlier[:60]!r} and "
-                       f"{record['question'][:60]!r}; ids must be unique within a set")
+      raise ValueError(
+        f"{name}: the id {record['id']!r} names two questions, {earlier[:60]!r} and "
+        f"{record['question'][:60]!r}; ids must be unique within a set"
+      )
 
 
-def write_corpus(source: str | os.PathLike, target: str | os.PathLike,
-                 progress: Callable[[int], None] | None = None) -> dict[str, Any]:
-  """A passage corpus in the form of retrieval/corpus.py: {"id", "contents"}, contents = "Title" newline text.
+def write_corpus(
+  source: str | os.PathLike,
+  target: str | os.PathLike,
+  progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+  """A passage corpus in the form of retrieval/corpus.py: {"id", "contents"}, contents = "Title"
+  newline text.
 
-  source: JSON Lines with `contents` (Search-R1, FlashRAG), or with `title` and `text` (DPR's in JSON), or DPR's tsv
-    (id, text, title); plain or .gz. progress: called with the number of passages since the last call.
-  Raises ValueError, naming line and field, for a line that is no passage, and for an id that comes twice; and, naming
+  source: JSON Lines with `contents` (Search-R1, FlashRAG), or with `title` and `text` (DPR's in
+  JSON), or DPR's tsv
+    (id, text, title); plain or .gz. progress: called with the number of passages since the last
+    call.
+  Raises ValueError, naming line and field, for a line that is no passage, and for an id that comes
+  twice; and, naming
     the file, where it holds no passage. What stood at `target` then stays.
   """
   source = pathlib.Path(source)
   return write_lines(target, _counted(_passages(source), source, progress))
 
 
-def _counted(pairs: Iterator[tuple[str, str, str]], source: pathlib.Path, progress) -> Iterator[str]:
+def _counted(
+  pairs: Iterator[tuple[str, str, str]], source: pathlib.Path, progress
+) -> Iterator[str]:
   new_id, number = _NewIds(), 0
   for number, (where, id_, contents) in enumerate(pairs, start=1):
     new_id.check(id_, where)
@@ -98,25 +122,33 @@ def _counted(pairs: Iterator[tuple[str, str, str]], source: pathlib.Path, progre
       progress(10_000)
     yield json.dumps({"id": id_, "contents": contents}, ensure_ascii=False)
   if not number:
-    raise ValueError(f"{source} holds no passage, but a corpus must hold at least one; see that it is whole")
+    raise ValueError(
+      f"{source} holds no passage, but a corpus must hold at least one; see that it is whole"
+    )
 
 
 class _NewIds:
-  """Sees that no id comes twice; ids that count upwards, as those of 21 million passages do, take no memory."""
+  """Sees that no id comes twice; ids that count upwards, as those of 21 million passages do, take
+  no memory."""
 
   def __init__(self):
     self._last, self._others = -1, set()
 
   def check(self, id_: str, where: str):
-    if id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0") and int(id_) > self._last:
+    if (
+      id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0") and int(id_) > self._last
+    ):
       self._last = int(id_)
       if id_ in self._others:
         raise ValueError(f"{where}: the id {id_!r} has come before; ids must be unique")
       return
     counted = id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0")
     if counted or id_ in self._others:
-      raise ValueError(f"{where}: the id {id_!r} has come before, or is a number out of order; ids must be unique, "
-                       "and whole numbers must grow (sort the file by id)")
+      raise ValueError(
+        f"{where}: the id {id_!r} has come before, or is a number out of order; ids must be "
+        "unique, "
+        "and whole numbers must grow (sort the file by id)"
+      )
     self._others.add(id_)
 
 
@@ -131,7 +163,11 @@ def _passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
       contents = string_field(record, "contents", where)
     else:
       title = string_field(record, "title", where) if record.get("title") else ""
-      contents = f'"{title}"\n{string_field(record, "text", where)}' if title else string_field(record, "text", where)
+      contents = (
+        f'"{title}"\n{string_field(record, "text", where)}'
+        if title
+        else string_field(record, "text", where)
+      )
     yield where, id_field(record, "id", where), contents
 
 
@@ -143,14 +179,17 @@ def _tsv_passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
       if (header := next(rows, None)) is None:
         return
       if header != _TSV_COLUMNS:
-        raise ValueError(f"{source}: its first row is {header!r}, but passages come with the columns "
-                         f"{', '.join(_TSV_COLUMNS)}")
+        raise ValueError(
+          f"{source}: its first row is {header!r}, but passages come with the columns "
+          f"{', '.join(_TSV_COLUMNS)}"
+        )
       for row in rows:
         where = f"{source}, line {rows.line_num}"
         if len(row) != 3:
           raise ValueError(f"{where}: {len(row)} fields where there must be 3 (id, text, title)")
         passage = dict(zip(_TSV_COLUMNS, row))
-        # a title in quotation marks, as in the JSON form; within the tsv they are doubled, which csv undoes
+        # a title in quotation marks, as in the JSON form; within the tsv they are doubled, which
+        # csv undoes
         title, text = passage["title"].strip(), string_field(passage, "text", where)
         yield where, id_field(passage, "id", where), f'"{title}"\n{text}' if title else text
   except (UnicodeDecodeError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -1,14 +1,15 @@
-"""Questions of 0 to 3 hops over a generated encyclopedia, split for good into training and held-out.
+"""Questions of 0 to 3 hops over a generated encyclopedia, split for good into training and
+held-out.
 
-A question of h >= 1 hops follows a chain of h facts from a head entity; its text nests the relations in
-reverse ("Who is the leader of the country of the birthplace of X?"), so the path can be read off it. A
-question of 0 hops asks for common knowledge. No entity occurs twice in a chain, so one cut short or walked
-too far misses the answer.
+A question of h >= 1 hops follows a chain of h facts from a head entity; its text nests the
+relations in reverse ("Who is the leader of the country of the birthplace of X?"), so the path can
+be read off it. A question of 0 hops asks for common knowledge. No entity occurs twice in a chain,
+so one cut short or walked too far misses the answer.
 """
 
+from collections.abc import Iterator, Sequence
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,10 +24,11 @@ _TRAINING, _HELD_OUT = 1, 2  # tags of the random streams
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-  """The facts behind a question: entities[i + 1] is the relations[i] of entities[i]; the last is the answer.
+  """The facts behind a question: entities[i + 1] is the relations[i] of entities[i]; the last is
+  the answer.
 
-  A question of 0 hops has one entry in each, the subject and the attribute of common knowledge, and its
-  answer in `value`.
+  A question of 0 hops has one entry in each, the subject and the attribute of common knowledge, and
+  its answer in `value`.
   """
 
   entities: tuple[str, ...]
@@ -42,13 +44,20 @@ class Chain:
     return self.entities[-1] if self.value is None else self.value
 
 
-def training_questions(encyclopedia: Encyclopedia, *, seed: int, step: int, count: int,
-                       hop_shares: Sequence[float] = HOP_SHARES) -> list[Question]:
-  """The questions of one training step: a pure function of (encyclopedia, seed, step, count, hop_shares).
+def training_questions(
+  encyclopedia: Encyclopedia,
+  *,
+  seed: int,
+  step: int,
+  count: int,
+  hop_shares: Sequence[float] = HOP_SHARES,
+) -> list[Question]:
+  """The questions of one training step: a pure function of (encyclopedia, seed, step, count,
+  hop_shares).
 
-  Hops are spread over the step by systematic sampling: each share holds to within one question, and exactly
-  on average. Raises ValueError for a count below 1, a negative step, or shares that are no distribution over
-  0 to 3 hops.
+  Hops are spread over the step by systematic sampling: each share holds to within one question, and
+  exactly on average. Raises ValueError for a count below 1, a negative step, or shares that are no
+  distribution over 0 to 3 hops.
   """
   _check(count, hop_shares)
   if step < 0:
@@ -65,11 +74,14 @@ def training_questions(encyclopedia: Encyclopedia, *, seed: int, step: int, coun
   return questions
 
 
-def held_out_questions(encyclopedia: Encyclopedia, *, seed: int, count: int,
-                       hop_shares: Sequence[float] = HOP_SHARES) -> list[Question]:
-  """Distinct questions that training never asks; for another encyclopedia, simply questions about that one.
+def held_out_questions(
+  encyclopedia: Encyclopedia, *, seed: int, count: int, hop_shares: Sequence[float] = HOP_SHARES
+) -> list[Question]:
+  """Distinct questions that training never asks; for another encyclopedia, simply questions about
+  that one.
 
-  Raises ValueError as `training_questions` does, and where fewer held-out questions exist than asked for.
+  Raises ValueError as `training_questions` does, and where fewer held-out questions exist than
+  asked for.
   """
   _check(count, hop_shares)
   rng = generator(seed, 0, _HELD_OUT)
@@ -81,8 +93,10 @@ def held_out_questions(encyclopedia: Encyclopedia, *, seed: int, count: int,
       index = next(order, None)
       if index is None:
         raise ValueError(
-            f"{count} questions with shares {tuple(hop_shares)} need more than the {len(common)} held-out "
-            "questions of common knowledge: ask for fewer, or raise common_facts")
+          f"{count} questions with shares {tuple(hop_shares)} need more than the {len(common)} "
+          "held-out "
+          "questions of common knowledge: ask for fewer, or raise common_facts"
+        )
       question = _common_question(*common[index])
     else:
       question = _new_held_out(encyclopedia, hops, rng, questions)
@@ -97,13 +111,16 @@ def chain_of(encyclopedia: Encyclopedia, question: Question) -> Chain:
     fact = next(f for f in common_knowledge.FACTS if f.subject == head and f.attribute == path)
     return Chain((fact.subject,), (fact.attribute,), fact.value)
   if origin != f"encyclopedia-{encyclopedia.seed}":
-    raise ValueError(f"question {question.id!r} belongs to another encyclopedia than that of seed "
-                     f"{encyclopedia.seed}: pass the encyclopedia that it was made from")
+    raise ValueError(
+      f"question {question.id!r} belongs to another encyclopedia than that of seed "
+      f"{encyclopedia.seed}: pass the encyclopedia that it was made from"
+    )
   return _walk(encyclopedia, head.replace("_", " "), path.split("."))
 
 
 def is_held_out(encyclopedia: Encyclopedia, chain: Chain) -> bool:
-  """Whether training never asks this chain: a stable hash of the seed, the head and the path decides."""
+  """Whether training never asks this chain: a stable hash of the seed, the head and the path
+  decides."""
   digest = hashlib.blake2b(_chain_id(encyclopedia, chain).encode(), digest_size=8).digest()
   return int.from_bytes(digest, "big") < encyclopedia.config.held_out * 2**64
 
@@ -112,8 +129,10 @@ def _check(count: int, hop_shares: Sequence[float]):
   if count < 1:
     raise ValueError(f"question count {count} is too small: ask for at least 1")
   if len(hop_shares) != MAX_HOPS + 1 or min(hop_shares) < 0 or not abs(sum(hop_shares) - 1) < 1e-6:
-    raise ValueError(f"hop shares {tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
-                     "that sum to 1")
+    raise ValueError(
+      f"hop shares {tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
+      "that sum to 1"
+    )
 
 
 def _spread(hop_shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
@@ -147,14 +166,18 @@ def _walk(encyclopedia: Encyclopedia, head: str, path: Sequence[str]) -> Chain:
   return Chain(tuple(entities), tuple(path))
 
 
-def _new_held_out(encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator,
-                  taken: dict[str, Question]) -> Question:
-  """A held-out question whose id is not yet taken. The 10,000 draws only end early in a tiny world."""
+def _new_held_out(
+  encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator, taken: dict[str, Question]
+) -> Question:
+  """A held-out question whose id is not yet taken. The 10,000 draws only end early in a tiny
+  world."""
   for _, chain in zip(range(10_000), _chains(encyclopedia, hops, rng), strict=False):
     if is_held_out(encyclopedia, chain) and _chain_id(encyclopedia, chain) not in taken:
       return _question(encyclopedia, chain, rng)
-  raise ValueError(f"no further held-out question of {hops} hops exists among {len(encyclopedia.entities)} "
-                   "entities: ask for fewer, or raise the number of entities")
+  raise ValueError(
+    f"no further held-out question of {hops} hops exists among {len(encyclopedia.entities)} "
+    "entities: ask for fewer, or raise the number of entities"
+  )
 
 
 def _chain_id(encyclopedia: Encyclopedia, chain: Chain) -> str:

@@ -7,11 +7,11 @@ and verl's parquet (Search-R1's training files), one question a row:
   extra_info (index, split, question).
 """
 
+from collections.abc import Iterator, Sequence
 import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -28,7 +28,8 @@ _HOPS_OF_2WIKI_TYPE = {"comparison": 2, "compositional": 2, "inference": 2, "bri
 def data_root() -> pathlib.Path:
   """The folder of real data that the environment variable STRATIFIED_DATA names.
 
-  Raises FileNotFoundError where it is not set or the folder lacks `corpus.jsonl.gz` or `questions/`.
+  Raises FileNotFoundError where it is not set or the folder lacks `corpus.jsonl.gz` or
+  `questions/`.
   """
   value = os.environ.get("STRATIFIED_DATA")
   wanted = "a folder with corpus.jsonl.gz and questions/"
@@ -37,21 +38,26 @@ def data_root() -> pathlib.Path:
   root = pathlib.Path(value)
   for name in ("corpus.jsonl.gz", "questions"):
     if not (root / name).exists():
-      raise FileNotFoundError(f"STRATIFIED_DATA is {value!r}, which lacks {name}; it must name {wanted}.")
+      raise FileNotFoundError(
+        f"STRATIFIED_DATA is {value!r}, which lacks {name}; it must name {wanted}."
+      )
   return root
 
 
 def read_questions(
-    path: str | os.PathLike, *, split: str | None = None, source: str | None = None) -> list[Question]:
-  """Reads the questions of a file, or of all .jsonl, .jsonl.gz and .parquet files of a folder by name.
+  path: str | os.PathLike, *, split: str | None = None, source: str | None = None
+) -> list[Question]:
+  """Reads the questions of a file, or of all .jsonl, .jsonl.gz and .parquet files of a folder by
+  name.
 
-  A Question's `source` is the set's name: the argument, else the record's `data_source` (without verl's
-  prefix `searchR1_`), else the file's name (its folder's for train.jsonl, dev.jsonl and test.jsonl). `hops`
-  is the record's own `hops` where it has one, else what `hops_of` knows. Ids that come again under another
-  source get the source in front, all of them, so that an id names one question.
+  A Question's `source` is the set's name: the argument, else the record's `data_source` (without
+  verl's prefix `searchR1_`), else the file's name (its folder's for train.jsonl, dev.jsonl and
+  test.jsonl). `hops` is the record's own `hops` where it has one, else what `hops_of` knows. Ids
+  that come again under another source get the source in front, all of them, so that an id names one
+  question.
 
-  Text of a verl row: `extra_info.question`, else `question`, else the last user message of `prompt`, of which
-  only what follows the last "Question:" counts where it holds one.
+  Text of a verl row: `extra_info.question`, else `question`, else the last user message of
+  `prompt`, of which only what follows the last "Question:" counts where it holds one.
 
   Args:
     path: the file or folder.
@@ -60,11 +66,16 @@ def read_questions(
 
   Raises:
     FileNotFoundError: nothing there to read.
-    ValueError: a bad record (the message names file, line or row, and field), a split that no record has, or
+    ValueError: a bad record (the message names file, line or row, and field), a split that no
+    record has, or
       an id that comes twice.
   """
-  records = [(file, *numbered) for file in _files(pathlib.Path(path)) for numbered in _records(file)]
-  questions = [_question(record, where, source or _source(record, file)) for file, where, record in records]
+  records = [
+    (file, *numbered) for file in _files(pathlib.Path(path)) for numbered in _records(file)
+  ]
+  questions = [
+    _question(record, where, source or _source(record, file)) for file, where, record in records
+  ]
   # Before a split is chosen, so that a question has the same id in every choice.
   questions = _with_unique_ids(questions, [where for _, where, _ in records])
   if split is None:
@@ -73,51 +84,65 @@ def read_questions(
   if split not in splits:
     found = ", ".join(sorted({name for name in splits if name})) or "none"
     raise ValueError(f"{os.fspath(path)}: no record has split {split!r}; splits there: {found}.")
-  return [question for question, its_split in zip(questions, splits, strict=True) if its_split == split]
+  return [
+    question for question, its_split in zip(questions, splits, strict=True) if its_split == split
+  ]
 
 
-def questions_at(questions: Sequence[Question], *, seed: int, step: int, count: int) -> list[Question]:
-  """The `count` questions of a training step: a pure function of its arguments, nothing is remembered.
+def questions_at(
+  questions: Sequence[Question], *, seed: int, step: int, count: int
+) -> list[Question]:
+  """The `count` questions of a training step: a pure function of its arguments, nothing is
+  remembered.
 
-  Steps walk through shuffled epochs, each an order of its own, so within an epoch no question comes twice and
-  none is left out. With at least 3 * count questions no step holds a question twice either, not even one that
-  crosses from an epoch into the next.
+  Steps walk through shuffled epochs, each an order of its own, so within an epoch no question comes
+  twice and none is left out. With at least 3 * count questions no step holds a question twice
+  either, not even one that crosses from an epoch into the next.
   """
   if not questions or count < 1 or step < 0:
     raise ValueError(
-        f"questions_at got {len(questions)} questions, step {step} and count {count}; it needs at least one "
-        "question, step >= 0 and count >= 1.")
+      f"questions_at got {len(questions)} questions, step {step} and count {count}; it needs at "
+      "least one "
+      "question, step >= 0 and count >= 1."
+    )
   size, first, last = len(questions), step * count, (step + 1) * count
   chosen = []
   for epoch in range(first // size, (last - 1) // size + 1):
     start = epoch * size
-    chosen.extend(_epoch_order(size, seed, epoch, count)[max(first - start, 0):last - start].tolist())
+    chosen.extend(
+      _epoch_order(size, seed, epoch, count)[max(first - start, 0) : last - start].tolist()
+    )
   return [questions[index] for index in chosen]
 
 
 def hops_of(source: str, record: dict) -> int | None:
-  """The number of facts that a question of a known set needs, None where nobody has written it down.
+  """The number of facts that a question of a known set needs, None where nobody has written it
+  down.
 
-  MuSiQue: the digit of its type or original id (`3hop1__...`). 2WikiMultiHopQA: 4 for bridge-comparison, 2
-  for its other types. HotpotQA and Bamboogle: 2, PopQA: 1, by construction. NQ and TriviaQA are mostly of one
-  hop, but not annotated: None.
+  MuSiQue: the digit of its type or original id (`3hop1__...`). 2WikiMultiHopQA: 4 for
+  bridge-comparison, 2 for its other types. HotpotQA and Bamboogle: 2, PopQA: 1, by construction. NQ
+  and TriviaQA are mostly of one hop, but not annotated: None.
   """
   metadata = record.get("metadata") if isinstance(record.get("metadata"), dict) else {}
   type_ = record.get("type") or metadata.get("type")
   if source == "musique":
-    marks = [text for text in (type_, record.get("orig_id"), record.get("id")) if isinstance(text, str)]
+    marks = [
+      text for text in (type_, record.get("orig_id"), record.get("id")) if isinstance(text, str)
+    ]
     return next((int(text[0]) for text in marks if text[1:4] == "hop" and text[0] in "234"), None)
   return _HOPS_OF_2WIKI_TYPE.get(type_) if source == "2wikimultihopqa" else _HOPS_OF_SET.get(source)
 
 
 def _epoch_order(size: int, seed: int, epoch: int, count: int) -> np.ndarray:
   order = np.random.default_rng((seed, epoch)).permutation(size)
-  carried = epoch * size % count  # so many of the epoch before share a step with the first of this one
+  carried = (
+    epoch * size % count
+  )  # so many of the epoch before share a step with the first of this one
   if carried:
     # They wait until that step is over. The last `count`, which the next epoch looks at, stay put.
     before = np.random.default_rng((seed, epoch - 1)).permutation(size)[-carried:]
-    waits = np.isin(order[:2 * count], before)
-    order[:2 * count] = np.concatenate([order[:2 * count][~waits], order[:2 * count][waits]])
+    waits = np.isin(order[: 2 * count], before)
+    order[: 2 * count] = np.concatenate([order[: 2 * count][~waits], order[: 2 * count][waits]])
   return order
 
 
@@ -139,8 +164,11 @@ def _records(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
     yield from ((f"{file}, line {line}", record) for line, record in read_jsonl(file))
     return
   import pyarrow.parquet  # only parquet files need it
+
   try:
-    rows = (row for batch in pyarrow.parquet.ParquetFile(file).iter_batches() for row in batch.to_pylist())
+    rows = (
+      row for batch in pyarrow.parquet.ParquetFile(file).iter_batches() for row in batch.to_pylist()
+    )
     yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows))
   except pyarrow.ArrowException as error:
     raise ValueError(f"{file}: not a readable parquet file ({error}); get it again.") from error
@@ -152,19 +180,28 @@ def _question(record: dict, where: str, source: str) -> Question:
   answers, field = record.get("golden_answers"), "golden_answers"
   if verl:
     answers, field = _verl_target(record), "reward_model.ground_truth.target"
-  return Question(_id(record, where, verl), text.strip(), _golden_answers(answers, field, where), source,
-                  _hops(record, where, source))
+  return Question(
+    _id(record, where, verl),
+    text.strip(),
+    _golden_answers(answers, field, where),
+    source,
+    _hops(record, where, source),
+  )
 
 
 def _verl_target(record: dict):
-  truth = record["reward_model"].get("ground_truth") if isinstance(record["reward_model"], dict) else None
+  truth = (
+    record["reward_model"].get("ground_truth") if isinstance(record["reward_model"], dict) else None
+  )
   return truth.get("target") if isinstance(truth, dict) else truth
 
 
 def _golden_answers(value, field: str, where: str) -> tuple[str, ...]:
   answers = [value] if isinstance(value, str) else value
   if not isinstance(answers, list) or not answers:
-    raise ValueError(f'{where}, field "{field}": it is {value!r}; it must be a list of at least one answer.')
+    raise ValueError(
+      f'{where}, field "{field}": it is {value!r}; it must be a list of at least one answer.'
+    )
   return tuple(string_field({field: answer}, field, where) for answer in answers)
 
 
@@ -186,7 +223,9 @@ def _last_user_message(prompt) -> str | None:
       return prompt  # plain text that happens to begin with a bracket
   if not isinstance(prompt, list):
     return prompt if isinstance(prompt, str) else None
-  messages = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
+  messages = [
+    message for message in prompt if isinstance(message, dict) and message.get("role") == "user"
+  ]
   content = messages[-1].get("content") if messages else None
   return content if isinstance(content, str) else None
 
@@ -204,7 +243,9 @@ def _hops(record: dict, where: str, source: str) -> int | None:
   if value is None:
     return hops_of(source, record)
   if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-    raise ValueError(f'{where}, field "hops": it is {value!r}; it must be a whole number of at least 0.')
+    raise ValueError(
+      f'{where}, field "hops": it is {value!r}; it must be a whole number of at least 0.'
+    )
   return value
 
 
@@ -228,11 +269,13 @@ def _with_unique_ids(questions: list[Question], places: list[str]) -> list[Quest
     return questions
   if len({question.source for question in questions}) > 1:
     questions = [
-        dataclasses.replace(question, id=f"{question.source}/{question.id}") for question in questions]
+      dataclasses.replace(question, id=f"{question.source}/{question.id}") for question in questions
+    ]
   place_of = {}
   for question, place in zip(questions, places, strict=True):
     if place_of.setdefault(question.id, place) != place:
-      raise ValueError(f'{place}, field "id": {question.id!r} is already the id of {place_of[question.id]}; '
-                       "ids must be unique, they say which rollouts belong together.")
+      raise ValueError(
+        f'{place}, field "id": {question.id!r} is already the id of {place_of[question.id]}; '
+        "ids must be unique, they say which rollouts belong together."
+      )
   return questions
-

@@ -1,15 +1,17 @@
-"""A tokenizer in three calls: encode, decode, the end-of-text id; from a file, or built for the encyclopedia.
+"""A tokenizer in three calls: encode, decode, the end-of-text id; from a file, or built for the
+encyclopedia.
 
-The built one needs no download and no training: its vocabulary is written down. A word of the templates is
-one token with the space before it, a word of a name is two (one a syllable), a tag of the search protocol is
-one. All 256 bytes are tokens too, so any text is encoded, and decodes to itself.
+The built one needs no download and no training: its vocabulary is written down. A word of the
+templates is one token with the space before it, a word of a name is two (one a syllable), a tag of
+the search protocol is one. All 256 bytes are tokens too, so any text is encoded, and decodes to
+itself.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -17,19 +19,34 @@ from tokenizers import decoders, models, pre_tokenizers
 from stratified.data import common_knowledge, language
 
 END_OF_TEXT = "<|endoftext|>"
-TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</information>",
-        "<answer>", "</answer>")
+TAGS = (
+  "<think>",
+  "</think>",
+  "<search>",
+  "</search>",
+  "<information>",
+  "</information>",
+  "<answer>",
+  "</answer>",
+)
 
 # Strings of the prompt and the observations that are one token each, as they stand there.
-_FIXED = ("Question:", *(f"Doc {i}(Title:" for i in range(1, 6)), "No passages found.", "No search.")
+_FIXED = (
+  "Question:",
+  *(f"Doc {i}(Title:" for i in range(1, 6)),
+  "No passages found.",
+  "No search.",
+)
 
-# Cuts the text where no token may cross: tags and fixed strings first, then words with the space before them.
+# Cuts the text where no token may cross: tags and fixed strings first, then words with the space
+# before them.
 _CUTS = "|".join([r"</?[a-z]+>", *map(re.escape, _FIXED), r" ?[A-Za-z]+", r"\s", r"[^\sA-Za-z]"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-  """A Hugging Face tokenizer behind the few calls that the library uses; no token is ever added to the text.
+  """A Hugging Face tokenizer behind the few calls that the library uses; no token is ever added to
+  the text.
 
   backend: the `tokenizers.Tokenizer`. eos_id: the token that ends a text, also used for padding.
   """
@@ -52,16 +69,19 @@ class Tokenizer:
 
   @classmethod
   def from_file(cls, path: str | os.PathLike, eos: str | None = None) -> "Tokenizer":
-    """Reads a Hugging Face tokenizer.json. Its special tokens are found in text, as chat templates need.
+    """Reads a Hugging Face tokenizer.json. Its special tokens are found in text, as chat templates
+    need.
 
-    eos: the end-of-text token; by default the `eos_token` of the tokenizer_config.json beside the file, else
-    the first of the usual ones that the vocabulary has.
+    eos: the end-of-text token; by default the `eos_token` of the tokenizer_config.json beside the
+    file, else the first of the usual ones that the vocabulary has.
 
     Raises FileNotFoundError where there is no file, ValueError where it has no such token.
     """
     path = os.fspath(path)
     if not os.path.exists(path):
-      raise FileNotFoundError(f"no tokenizer at {path}: expected a Hugging Face tokenizer.json there")
+      raise FileNotFoundError(
+        f"no tokenizer at {path}: expected a Hugging Face tokenizer.json there"
+      )
     backend = tokenizers.Tokenizer.from_file(path)
     backend.no_padding()
     backend.no_truncation()
@@ -70,7 +90,8 @@ class Tokenizer:
       if backend.token_to_id(token) is not None:
         return cls(backend, backend.token_to_id(token))
     raise ValueError(
-        f"{path} has no end-of-text token among {', '.join(candidates)}: pass the right one as eos")
+      f"{path} has no end-of-text token among {', '.join(candidates)}: pass the right one as eos"
+    )
 
 
 def _end_of_text_candidates(path: str) -> tuple[str, ...]:
@@ -88,29 +109,44 @@ def build() -> Tokenizer:
   """The encyclopedia's tokenizer; the same on every machine."""
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   pieces = [_byte_level(piece) for piece in _pieces()]
-  # Unigram takes the segmentation of the highest total score: few pieces, and bytes where none fits.
-  vocabulary = [(END_OF_TEXT, 0.0), *((piece, -1.0) for piece in pieces),
-                *((byte, -10.0) for byte in alphabet if byte not in pieces)]
+  # Unigram takes the segmentation of the highest total score: few pieces, and bytes where none
+  # fits.
+  vocabulary = [
+    (END_OF_TEXT, 0.0),
+    *((piece, -1.0) for piece in pieces),
+    *((byte, -10.0) for byte in alphabet if byte not in pieces),
+  ]
   backend = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=None, byte_fallback=False))
-  backend.pre_tokenizer = pre_tokenizers.Sequence([
+  backend.pre_tokenizer = pre_tokenizers.Sequence(
+    [
       pre_tokenizers.Split(tokenizers.Regex(_CUTS), "isolated"),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
   backend.decoder = decoders.ByteLevel()
   backend.add_special_tokens([END_OF_TEXT])
-  # A text that spells the end-of-text token must not end there. (A saved file does not keep this setting.)
+  # A text that spells the end-of-text token must not end there. (A saved file does not keep this
+  # setting.)
   backend.encode_special_tokens = True
   return Tokenizer(backend, backend.token_to_id(END_OF_TEXT))
 
 
 def words() -> list[str]:
   """Every word of the templates and of common knowledge, in alphabetical order; names aside."""
-  texts = [*common_knowledge.PARAPHRASES, *common_knowledge.ATTRIBUTES, *language.QUESTION_FRAMES, "Who What"]
+  texts = [
+    *common_knowledge.PARAPHRASES,
+    *common_knowledge.ATTRIBUTES,
+    *language.QUESTION_FRAMES,
+    "Who What",
+  ]
   for relation in language.RELATIONS.values():
     texts += [*relation.nouns, *relation.sentences, relation.direct]
   texts += [text for page in language.DISTRACTORS for text in page]
   texts += [word for pronouns in language.PRONOUNS.values() for word in pronouns]
   texts += [word for fact in common_knowledge.FACTS for word in (fact.subject, fact.value)]
-  return sorted({word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{\w\}", " ", text))})
+  return sorted(
+    {word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{\w\}", " ", text))}
+  )
 
 
 def _pieces() -> list[str]:
@@ -119,4 +155,6 @@ def _pieces() -> list[str]:
 
 
 def _byte_level(text: str) -> str:
-  return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+  return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[
+    0
+  ][0]

@@ -3,7 +3,9 @@
 import math
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel as splash_kernel,
+)
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 import jax.numpy as jnp
 
@@ -14,7 +16,8 @@ SPLASH_BLOCK = 512  # tokens of a kernel's tile; smaller where it does not divid
 
 
 def packed_mask(segment_rt) -> jax.Array:
-  """[R, 1, T, S]: whether t may see s: not later, same segment. Padding (segment 0) sees itself, so no row is empty."""
+  """[R, 1, T, S]: whether t may see s: not later, same segment. Padding (segment 0) sees itself, so
+  no row is empty."""
   t = segment_rt.shape[1]
   causal = jnp.tril(jnp.ones((t, t), bool))
   return (causal & (segment_rt[:, :, None] == segment_rt[:, None, :]))[:, None]
@@ -22,28 +25,33 @@ def packed_mask(segment_rt) -> jax.Array:
 
 def best_for(platform: str, dtype: str, head_dim: int, row_length: int) -> str:
   """The implementation to take on "cpu", "gpu" or "tpu": the fastest whose conditions hold."""
-  fast = {"cpu": ("folded", True),
-          "gpu": ("cudnn", dtype == "bfloat16" and head_dim % 8 == 0 and head_dim <= 128),
-          "tpu": ("splash", head_dim % 128 == 0 and row_length % 128 == 0)}
+  fast = {
+    "cpu": ("folded", True),
+    "gpu": ("cudnn", dtype == "bfloat16" and head_dim % 8 == 0 and head_dim <= 128),
+    "tpu": ("splash", head_dim % 128 == 0 and row_length % 128 == 0),
+  }
   name, holds = fast.get(platform, ("library", True))
   return name if holds else "library"
 
 
 def context(segment_rt, implementation: str) -> jax.Array:
-  """What `packed` needs of the segments, made once for all layers: a mask, or the segments themselves."""
+  """What `packed` needs of the segments, made once for all layers: a mask, or the segments
+  themselves."""
   return segment_rt if implementation == "splash" else packed_mask(segment_rt)
 
 
 def packed(q_rthk, k_rtgk, v_rtgk, context_, implementation: str = "library") -> jax.Array:
-  """Softmax attention of packed rows, [R, T, H, K]; each device attends over its own rows and heads.
+  """Softmax attention of packed rows, [R, T, H, K]; each device attends over its own rows and
+  heads.
 
   `implementation`: one of IMPLEMENTATIONS, `context_` is `context`'s result for it.
     library  jax.nn.dot_product_attention as XLA compiles it;
     cudnn    the same through cuDNN's fused kernel (GPU, bfloat16);
     splash   JAX's Pallas kernel for TPU: no [T, T] array, nothing computed above the diagonal;
-    folded   the same sums with a group's query heads folded into one matrix product, for CPU: 3 times as fast
-             there forward and backward (8 rows of 256 tokens, 4 heads of 32), since XLA's CPU backend transposes
-             the library's layout at every product.
+    folded   the same sums with a group's query heads folded into one matrix product, for CPU: 3
+             times as fast
+             there forward and backward (8 rows of 256 tokens, 4 heads of 32), since XLA's CPU
+             backend transposes the library's layout at every product.
   """
   attend = IMPLEMENTATIONS[implementation]
   if not sharding.meshed():
@@ -51,9 +59,14 @@ def packed(q_rthk, k_rtgk, v_rtgk, context_, implementation: str = "library") ->
   heads = sharding.spec("row", None, "heads", None)
   kv_heads = sharding.spec("row", None, "kv_heads", None)
   rows = sharding.spec("row", *(None,) * (context_.ndim - 1))
-  # A Pallas call does not say along which mesh axes its result varies, so that check can't be made for it.
-  return jax.shard_map(attend, in_specs=(heads, kv_heads, kv_heads, rows), out_specs=heads,
-                       check_vma=implementation != "splash")(q_rthk, k_rtgk, v_rtgk, context_)
+  # A Pallas call does not say along which mesh axes its result varies, so that check can't be made
+  # for it.
+  return jax.shard_map(
+    attend,
+    in_specs=(heads, kv_heads, kv_heads, rows),
+    out_specs=heads,
+    check_vma=implementation != "splash",
+  )(q_rthk, k_rtgk, v_rtgk, context_)
 
 
 def _library(q, k, v, mask):
@@ -69,56 +82,90 @@ def _splash(q, k, v, segment_rt, *, interpret: bool = False):
   g = k.shape[2]
   block = math.gcd(t, SPLASH_BLOCK)
   sizes = splash_kernel.BlockSizes(
-      block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
-      block_q_dq=block, block_kv_dq=block)
+    block_q=block,
+    block_kv=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_kv_dkv_compute=block,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )
   mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((t, t))] * (h // g))
-  kernel = splash_kernel.make_splash_mqa(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+  kernel = splash_kernel.make_splash_mqa(
+    mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+  )
   attend = lambda q, k, v, segment: jax.vmap(kernel, (0, 0, 0, None))(
-      q, k, v, splash_kernel.SegmentIds(segment, segment))
+    q, k, v, splash_kernel.SegmentIds(segment, segment)
+  )
   by_group = lambda x: x.transpose(0, 2, 1, 3)
-  q = by_group(q * d ** -0.5).reshape(r, g, h // g, t, d)
+  q = by_group(q * d**-0.5).reshape(r, g, h // g, t, d)
   mixed = jax.vmap(attend)(q, by_group(k), by_group(v), segment_rt)
   return mixed.reshape(r, h, t, d).transpose(0, 2, 1, 3)
 
 
 def _folded(q, k, v, mask):
-  score = jnp.einsum("bxk,bsk->bxs", _fold(q * q.shape[3] ** -0.5, k.shape[2]), _fold(k, k.shape[2]),
-                     preferred_element_type=jnp.float32)
+  score = jnp.einsum(
+    "bxk,bsk->bxs",
+    _fold(q * q.shape[3] ** -0.5, k.shape[2]),
+    _fold(k, k.shape[2]),
+    preferred_element_type=jnp.float32,
+  )
   r, t, h, _ = q.shape
   weight = jax.nn.softmax(jnp.where(mask, score.reshape(r, h, t, t), MASKED), axis=-1)
-  mixed = jnp.einsum("bxs,bsk->bxk", weight.reshape(score.shape).astype(v.dtype), _fold(v, v.shape[2]))
+  mixed = jnp.einsum(
+    "bxs,bsk->bxk", weight.reshape(score.shape).astype(v.dtype), _fold(v, v.shape[2])
+  )
   return mixed.reshape(r, h, t, -1).transpose(0, 2, 1, 3)
 
 
-IMPLEMENTATIONS = {"library": _library, "cudnn": _cudnn, "splash": _splash, "folded": jax.checkpoint(_folded)}
+IMPLEMENTATIONS = {
+  "library": _library,
+  "cudnn": _cudnn,
+  "splash": _splash,
+  "folded": jax.checkpoint(_folded),
+}
 
 
 def _fold(x_rthk, groups):
-  """[R, T, H, K] -> [R G, (H/G) T, K]: the heads that share keys and values become rows of one product."""
+  """[R, T, H, K] -> [R G, (H/G) T, K]: the heads that share keys and values become rows of one
+  product."""
   r, t, h, k = x_rthk.shape
   return x_rthk.transpose(0, 2, 1, 3).reshape(r * groups, (h // groups) * t, k)
 
 
-def write(key_bgks, value_bgsk, k_btgk, v_btgk, position_bt, lane_b=None) -> tuple[jax.Array, jax.Array]:
-  """The cache with new keys and values at their lanes and positions; what lies past the end of either is dropped."""
+def write(
+  key_bgks, value_bgsk, k_btgk, v_btgk, position_bt, lane_b=None
+) -> tuple[jax.Array, jax.Array]:
+  """The cache with new keys and values at their lanes and positions; what lies past the end of
+  either is dropped."""
   lane_b = jnp.arange(key_bgks.shape[0]) if lane_b is None else lane_b
-  return (key_bgks.at[lane_b[:, None], :, :, position_bt].set(k_btgk, mode="drop"),
-          value_bgsk.at[lane_b[:, None], :, position_bt].set(v_btgk, mode="drop"))
+  return (
+    key_bgks.at[lane_b[:, None], :, :, position_bt].set(k_btgk, mode="drop"),
+    value_bgsk.at[lane_b[:, None], :, position_bt].set(v_btgk, mode="drop"),
+  )
 
 
 def cached(q_bthk, key_bgks, value_bgsk, position_bt) -> jax.Array:
   """Attention of new tokens over their lane's cache up to their own position, [B, T, H, K].
 
-  Keys lie transposed, and the softmax is divided by its sum after the product with the values: on CPU the two
-  together take 0.55 times as long (64 lanes of 192, 4 heads of 32, one new token each).
+  Keys lie transposed, and the softmax is divided by its sum after the product with the values: on
+  CPU the two together take 0.55 times as long (64 lanes of 192, 4 heads of 32, one new token each).
   """
   b, t, h, k = q_bthk.shape
   g, s = value_bgsk.shape[1:3]
-  q = q_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 1, 3, 4).reshape(b, g, t * (h // g), k) * k ** -0.5
+  q = (
+    q_bthk.reshape(b, t, g, h // g, k).transpose(0, 2, 1, 3, 4).reshape(b, g, t * (h // g), k)
+    * k**-0.5
+  )
   score = jnp.einsum("bgxk,bgks->bgxs", q, key_bgks, preferred_element_type=jnp.float32)
   seen = jnp.arange(s) <= jnp.repeat(position_bt, h // g, axis=1)[:, None, :, None]
   score = jnp.where(seen, score, MASKED)
   weight = jnp.exp(score - score.max(-1, keepdims=True))
-  mixed = jnp.einsum("bgxs,bgsk->bgxk", weight.astype(value_bgsk.dtype), value_bgsk, preferred_element_type=jnp.float32)
+  mixed = jnp.einsum(
+    "bgxs,bgsk->bgxk",
+    weight.astype(value_bgsk.dtype),
+    value_bgsk,
+    preferred_element_type=jnp.float32,
+  )
   mixed = (mixed / weight.sum(-1, keepdims=True)).astype(value_bgsk.dtype)
   return mixed.reshape(b, g, t, h // g, k).transpose(0, 2, 1, 3, 4).reshape(b, t, h, k)

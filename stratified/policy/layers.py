@@ -1,4 +1,5 @@
-"""The parts of a decoder's layers as functions of arrays: products with weights as they lie on a mesh, norms, rotations.
+"""The parts of a decoder's layers as functions of arrays: products with weights as they lie on a
+mesh, norms, rotations.
 
 Letters: r rows, t tokens, d width, h heads, k head dimension, v vocabulary.
 """
@@ -15,12 +16,20 @@ from stratified import sharding
 LINEAR = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
 # Logical axes of each linear layer's weight, inputs first.
-AXES = {"q": ("width", "heads", "head_dim"), "k": ("width", "kv_heads", "head_dim"), "v": ("width", "kv_heads", "head_dim"),
-        "o": ("heads", "head_dim", "width"), "gate": ("width", "mlp"), "up": ("width", "mlp"), "down": ("mlp", "width")}
+AXES = {
+  "q": ("width", "heads", "head_dim"),
+  "k": ("width", "kv_heads", "head_dim"),
+  "v": ("width", "kv_heads", "head_dim"),
+  "o": ("heads", "head_dim", "width"),
+  "gate": ("width", "mlp"),
+  "up": ("width", "mlp"),
+  "down": ("mlp", "width"),
+}
 
 
 def apply(w, name: str, x):
-  """x W, plus (x A) B where the layer has an adapter: two thin products, the matrix A B is never made."""
+  """x W, plus (x A) B where the layer has an adapter: two thin products, the matrix A B is never
+  made."""
   inputs, y = LINEAR[name], linear(x, w[name], AXES[name])
   if f"{name}_a" not in w:
     return y
@@ -30,17 +39,23 @@ def apply(w, name: str, x):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear(x, w, axes: tuple[str | None, ...]):
-  """x W of activations x [R, T, inputs ...] and a master weight W [inputs ..., outputs ...] as it lies on the mesh.
+  """x W of activations x [R, T, inputs ...] and a master weight W [inputs ..., outputs ...] as it
+  lies on the mesh.
 
-  The weight is cast to x's dtype first and gathered along `fsdp` after that. Its gradient is summed in the master's
-  own dtype, over the tokens and over the devices, and each device keeps its part. It is written as x^T g: what
-  differentiation writes is (g^T x)^T, for which XLA's CPU backend computes g, the whole derivative of the gated
-  unit, a second time into a transposed copy against the order of memory, and an MLP's forward and backward pass
-  takes 1.8 times as long (8 rows of 192 tokens, width 128, MLP width 384).
+  The weight is cast to x's dtype first and gathered along `fsdp` after that. Its gradient is summed
+  in the master's own dtype, over the tokens and over the devices, and each device keeps its part.
+  It is written as x^T g: what differentiation writes is (g^T x)^T, for which XLA's CPU backend
+  computes g, the whole derivative of the gated unit, a second time into a transposed copy against
+  the order of memory, and an MLP's forward and backward pass takes 1.8 times as long (8 rows of 192
+  tokens, width 128, MLP width 384).
   """
   ins, outs = _letters(x, w)
-  return jnp.einsum(f"rt{ins},{ins}{outs}->rt{outs}", x, _for_product(x, w, axes),
-                    out_sharding=_of_activation(axes[len(ins):]))
+  return jnp.einsum(
+    f"rt{ins},{ins}{outs}->rt{outs}",
+    x,
+    _for_product(x, w, axes),
+    out_sharding=_of_activation(axes[len(ins) :]),
+  )
 
 
 def _linear_forward(x, w, axes):
@@ -52,8 +67,12 @@ def _linear_backward(axes, saved, g):
   ins, outs = _letters(x, w)
   meshed = sharding.meshed()
   like = lambda value: jax.typeof(value).sharding if meshed else None
-  return (jnp.einsum(f"rt{outs},{ins}{outs}->rt{ins}", g, _for_product(x, w, axes), out_sharding=like(x)),
-          jnp.einsum(f"rt{ins},rt{outs}->{ins}{outs}", x, g, preferred_element_type=w.dtype, out_sharding=like(w)))
+  return (
+    jnp.einsum(f"rt{outs},{ins}{outs}->rt{ins}", g, _for_product(x, w, axes), out_sharding=like(x)),
+    jnp.einsum(
+      f"rt{ins},rt{outs}->{ins}{outs}", x, g, preferred_element_type=w.dtype, out_sharding=like(w)
+    ),
+  )
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -61,7 +80,7 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 def _letters(x, w):
   inputs = x.ndim - 2
-  return "ab"[:inputs], "yz"[:w.ndim - inputs]
+  return "ab"[:inputs], "yz"[: w.ndim - inputs]
 
 
 def _for_product(x, w, axes):
@@ -96,7 +115,11 @@ def _llama3_frequency(frequency, factor, low, high, original):
   wavelength = 2 * math.pi / frequency
   smooth = (original / wavelength - low) / (high - low)
   middle = (1 - smooth) * frequency / factor + smooth * frequency
-  return jnp.where(wavelength < original / high, frequency, jnp.where(wavelength > original / low, frequency / factor, middle))
+  return jnp.where(
+    wavelength < original / high,
+    frequency,
+    jnp.where(wavelength > original / low, frequency / factor, middle),
+  )
 
 
 def rotate(x_rthk, sin, cos):
@@ -109,18 +132,27 @@ def rotate(x_rthk, sin, cos):
 def lookup(embed_vd, token_rt, dtype):
   """Rows of the embedding in `dtype`, [R, T, D].
 
-  Each device looks up all tokens of its `fsdp` group in the part of the table that it holds, and they exchange rows
-  for columns: what travels is the activations, never the table or its gradient.
+  Each device looks up all tokens of its `fsdp` group in the part of the table that it holds, and
+  they exchange rows for columns: what travels is the activations, never the table or its gradient.
   """
   if not sharding.meshed():
     return embed_vd[token_rt].astype(dtype)
 
-  @functools.partial(jax.shard_map, in_specs=(sharding.spec("vocabulary", "width"), sharding.spec("row", None)),
-                     out_specs=sharding.spec("row", None, None))
+  @functools.partial(
+    jax.shard_map,
+    in_specs=(sharding.spec("vocabulary", "width"), sharding.spec("row", None)),
+    out_specs=sharding.spec("row", None, None),
+  )
   def local(embed, token):
-    index = jax.lax.all_gather(token, "fsdp", tiled=True) - jax.lax.axis_index("tensor") * embed.shape[0]
+    index = (
+      jax.lax.all_gather(token, "fsdp", tiled=True) - jax.lax.axis_index("tensor") * embed.shape[0]
+    )
     here = (index >= 0) & (index < embed.shape[0])
-    columns = jnp.where(here[..., None], embed[jnp.clip(index, 0, embed.shape[0] - 1)], 0).astype(dtype)
-    return jax.lax.all_to_all(jax.lax.psum(columns, "tensor"), "fsdp", split_axis=0, concat_axis=2, tiled=True)
+    columns = jnp.where(here[..., None], embed[jnp.clip(index, 0, embed.shape[0] - 1)], 0).astype(
+      dtype
+    )
+    return jax.lax.all_to_all(
+      jax.lax.psum(columns, "tensor"), "fsdp", split_axis=0, concat_axis=2, tiled=True
+    )
 
   return local(embed_vd, token_rt)

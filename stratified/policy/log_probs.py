@@ -2,11 +2,13 @@
 
 For each position t the logits z_v = hidden_t . w_v / temperature give
 
-    logp = z_target - log sum_v exp z_v            entropy = log sum_v exp z_v - sum_v softmax(z)_v z_v
+    logp = z_target - log sum_v exp z_v            entropy = log sum_v exp z_v - sum_v softmax(z)_v
+                                                   z_v
 
-computed in chunks of positions whose logits the backward pass makes again. The vocabulary is split over the axes
-`tensor` and `fsdp`: each device takes the hidden states of its `fsdp` group, reduces its own part of their logits,
-and only the sums travel. So neither the output weight nor its gradient is ever whole on a device.
+computed in chunks of positions whose logits the backward pass makes again. The vocabulary is split
+over the axes `tensor` and `fsdp`: each device takes the hidden states of its `fsdp` group, reduces
+its own part of their logits, and only the sums travel. So neither the output weight nor its
+gradient is ever whole on a device.
 """
 
 import functools
@@ -18,8 +20,11 @@ from stratified import sharding
 from stratified.policy import decoder
 
 
-def token_log_probs(config, params, hidden_rtd, token_rt, *, temperature=1.0, chunk: int | None = None):
-  """Log-prob and entropy [R, T] (float32) of `token_rt` under the hidden state one position earlier.
+def token_log_probs(
+  config, params, hidden_rtd, token_rt, *, temperature=1.0, chunk: int | None = None
+):
+  """Log-prob and entropy [R, T] (float32) of `token_rt` under the hidden state one position
+  earlier.
 
   The first position of a row has no predecessor: both are 0 there. Entropy carries no gradient.
   chunk: positions of a row whose logits exist at once; None is all. It must divide T.
@@ -31,14 +36,22 @@ def token_log_probs(config, params, hidden_rtd, token_rt, *, temperature=1.0, ch
   weight = decoder.output_weight(config, params)
   target_rt = _moved(sharding.constrain(token_rt, "row", None), -1)
   if not sharding.meshed():
-    logp, entropy = _local(hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False)
+    logp, entropy = _local(
+      hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False
+    )
   else:
     weight = sharding.constrain(weight, "vocabulary_part", None)
     rows = sharding.spec("row", None)
     logp, entropy = jax.shard_map(
-        functools.partial(_local, chunk=chunk, meshed=True),
-        in_specs=(sharding.spec("row", None, None), sharding.spec("vocabulary_part", None), rows, jax.P()),
-        out_specs=(rows, rows))(hidden_rtd, weight, target_rt, jnp.float32(1 / temperature))
+      functools.partial(_local, chunk=chunk, meshed=True),
+      in_specs=(
+        sharding.spec("row", None, None),
+        sharding.spec("vocabulary_part", None),
+        rows,
+        jax.P(),
+      ),
+      out_specs=(rows, rows),
+    )(hidden_rtd, weight, target_rt, jnp.float32(1 / temperature))
   return _moved(logp, 1), _moved(jax.lax.stop_gradient(entropy), 1)
 
 
@@ -65,11 +78,16 @@ def _chunk(hidden_rtd, weight_vd, target_rt, scale):
 
 
 def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
-  """The same where `weight_vd` is this device's part of the vocabulary; rows are those of this device."""
+  """The same where `weight_vd` is this device's part of the vocabulary; rows are those of this
+  device."""
   rows, size = hidden_rtd.shape[0], weight_vd.shape[0]
   everyone = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
-  # Each operand says where it is to differ from device to device, so that its gradient is summed over the rest.
-  weight_vd, hidden_rtd = jax.lax.pcast(weight_vd, "data", to="varying"), jax.lax.pcast(hidden_rtd, "tensor", to="varying")
+  # Each operand says where it is to differ from device to device, so that its gradient is summed
+  # over the rest.
+  weight_vd, hidden_rtd = (
+    jax.lax.pcast(weight_vd, "data", to="varying"),
+    jax.lax.pcast(hidden_rtd, "tensor", to="varying"),
+  )
   z = scores(everyone(hidden_rtd), weight_vd) * scale
   part = jax.lax.axis_index("tensor") * jax.lax.axis_size("fsdp") + jax.lax.axis_index("fsdp")
   high = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), ("tensor", "fsdp"))
@@ -80,7 +98,8 @@ def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
 
 
 def _sums(z_rtv, high_rt, index_rt):
-  """sum exp(z - high), sum exp(z - high) z, and z at the target's index, 0 where it lies outside."""
+  """sum exp(z - high), sum exp(z - high) z, and z at the target's index, 0 where it lies
+  outside."""
   size = z_rtv.shape[-1]
   exp = jnp.exp(z_rtv - high_rt[..., None])
   picked = jnp.take_along_axis(z_rtv, jnp.clip(index_rt, 0, size - 1)[..., None], axis=-1)[..., 0]
@@ -95,15 +114,26 @@ def _finish(high, total, weighted, picked):
 
 @jax.custom_vjp
 def scores(hidden_rtd, weight_vd):
-  """float32 products [R, T, V]; the weight is cast to the hidden states' dtype, its gradient summed in its own."""
-  return jnp.einsum("rtd,vd->rtv", hidden_rtd, weight_vd.astype(hidden_rtd.dtype), preferred_element_type=jnp.float32)
+  """float32 products [R, T, V]; the weight is cast to the hidden states' dtype, its gradient summed
+  in its own."""
+  return jnp.einsum(
+    "rtd,vd->rtv",
+    hidden_rtd,
+    weight_vd.astype(hidden_rtd.dtype),
+    preferred_element_type=jnp.float32,
+  )
 
 
 def _scores_backward(saved, g_rtv):
   hidden_rtd, weight_vd = saved
   g_rtv = g_rtv.astype(hidden_rtd.dtype)
-  return (jnp.einsum("rtv,vd->rtd", g_rtv, weight_vd.astype(hidden_rtd.dtype)),
-          jnp.einsum("rtv,rtd->vd", g_rtv, hidden_rtd, preferred_element_type=weight_vd.dtype))
+  return (
+    jnp.einsum("rtv,vd->rtd", g_rtv, weight_vd.astype(hidden_rtd.dtype)),
+    jnp.einsum("rtv,rtd->vd", g_rtv, hidden_rtd, preferred_element_type=weight_vd.dtype),
+  )
 
 
-scores.defvjp(lambda hidden_rtd, weight_vd: (scores(hidden_rtd, weight_vd), (hidden_rtd, weight_vd)), _scores_backward)
+scores.defvjp(
+  lambda hidden_rtd, weight_vd: (scores(hidden_rtd, weight_vd), (hidden_rtd, weight_vd)),
+  _scores_backward,
+)

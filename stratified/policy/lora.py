@@ -1,14 +1,18 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): each linear layer W gets a trained A B of rank r beside it.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): each linear layer W gets a trained A B of rank r
+beside it.
 
     x W' = x W + (alpha / r) (x A) B
 
-W stays frozen; A starts at random, B at zero, so that training starts from the policy W exactly. Adapters are a flat
-table like the decoder's own, `q_a`, `q_b`, ...; what they are used through is a table of both, in either form:
+W stays frozen; A starts at random, B at zero, so that training starts from the policy W exactly.
+Adapters are a flat table like the decoder's own, `q_a`, `q_b`, ...; what they are used through is a
+table of both, in either form:
 
     params = join(lora, frozen, adapters)          # thin products beside the frozen ones: training
-    params = merge(config, lora, frozen, adapters) # W + (alpha / r) A B, a plain decoder: sampling, export
+    params = merge(config, lora, frozen, adapters) # W + (alpha / r) A B, a plain decoder: sampling,
+    export
 
-Frozen weights go into no checkpoint; `fingerprint` tells whether those read again are the ones trained against.
+Frozen weights go into no checkpoint; `fingerprint` tells whether those read again are the ones
+trained against.
 """
 
 import dataclasses
@@ -23,7 +27,8 @@ from stratified.policy import decoder, layers
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-  """rank r, alpha (the update counts alpha / r), and which of the decoder's linear layers have an adapter."""
+  """rank r, alpha (the update counts alpha / r), and which of the decoder's linear layers have an
+  adapter."""
 
   rank: int
   alpha: float
@@ -31,13 +36,20 @@ class LoraConfig:
 
   def __post_init__(self):
     if self.rank < 1:
-      raise ValueError(f"lora.rank={self.rank} must be at least 1; 0 in a run's config trains all parameters instead")
+      raise ValueError(
+        f"lora.rank={self.rank} must be at least 1; 0 in a run's config trains all parameters "
+        "instead"
+      )
     if not (self.alpha > 0 and math.isfinite(self.alpha)):
-      raise ValueError(f"lora.alpha={self.alpha} must be positive and finite; rank or twice the rank is usual")
+      raise ValueError(
+        f"lora.alpha={self.alpha} must be positive and finite; rank or twice the rank is usual"
+      )
     unknown = [target for target in self.targets if target not in layers.LINEAR]
     if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
-      raise ValueError(f"lora.targets={','.join(self.targets)!r} must name each layer once, one at least, out of "
-                       f"{','.join(layers.LINEAR)}")
+      raise ValueError(
+        f"lora.targets={','.join(self.targets)!r} must name each layer once, one at least, out of "
+        f"{','.join(layers.LINEAR)}"
+      )
 
   @property
   def scaling(self) -> float:
@@ -54,10 +66,17 @@ def weights(config: decoder.DecoderConfig, lora: LoraConfig) -> dict[str, decode
     inputs = 1 + layers.LINEAR[target]
     most = min(math.prod(table[target].shape[1:inputs]), math.prod(table[target].shape[inputs:]))
     if lora.rank >= most:
-      raise ValueError(f"lora.rank={lora.rank} must be below {most}, the rank of {target}; lower it, or leave {target} "
-                       "out of lora.targets")
-  return {name: weight for target in layers.LINEAR if target in lora.targets
-          for name, weight in decoder.adapter_weights(config, target, lora.rank).items()}
+      raise ValueError(
+        f"lora.rank={lora.rank} must be below {most}, the rank of {target}; lower it, or leave "
+        f"{target} "
+        "out of lora.targets"
+      )
+  return {
+    name: weight
+    for target in layers.LINEAR
+    if target in lora.targets
+    for name, weight in decoder.adapter_weights(config, target, lora.rank).items()
+  }
 
 
 def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> decoder.Params:
@@ -66,46 +85,65 @@ def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> dec
   A layer's A depends on the key and the layer alone, not on which others have adapters.
   """
   order = {f"{target}_a": number for number, target in enumerate(layers.LINEAR)}
-  return {name: decoder.initial(weight, jax.random.fold_in(key, order.get(name, 0)))
-          for name, weight in weights(config, lora).items()}
+  return {
+    name: decoder.initial(weight, jax.random.fold_in(key, order.get(name, 0)))
+    for name, weight in weights(config, lora).items()
+  }
 
 
 def join(lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params) -> decoder.Params:
   """One table of both for `decoder.hidden`; alpha / r is taken into A, in float32."""
-  return frozen | {name: value * lora.scaling if name.endswith("_a") else value for name, value in adapters.items()}
+  return frozen | {
+    name: value * lora.scaling if name.endswith("_a") else value for name, value in adapters.items()
+  }
 
 
-def merge(config: decoder.DecoderConfig, lora: LoraConfig, frozen: decoder.Params,
-          adapters: decoder.Params) -> decoder.Params:
-  """The decoder's own table with (alpha / r) A B added: the sum in float32, the result in the frozen weight's dtype."""
+def merge(
+  config: decoder.DecoderConfig, lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params
+) -> decoder.Params:
+  """The decoder's own table with (alpha / r) A B added: the sum in float32, the result in the
+  frozen weight's dtype."""
   merged = dict(frozen)
   for target in lora.targets:
     # Of each of the layers l: inputs i or h k, outputs o ...; the einsum names them by their place.
-    inputs = "abc"[:layers.LINEAR[target]]
-    outputs = "def"[:frozen[target].ndim - 1 - len(inputs)]
-    delta = jnp.einsum(f"l{inputs}z,lz{outputs}->l{inputs}{outputs}", adapters[f"{target}_a"], adapters[f"{target}_b"],
-                       precision=jax.lax.Precision.HIGHEST)
-    merged[target] = (frozen[target].astype(jnp.float32) + lora.scaling * delta).astype(frozen[target].dtype)
+    inputs = "abc"[: layers.LINEAR[target]]
+    outputs = "def"[: frozen[target].ndim - 1 - len(inputs)]
+    delta = jnp.einsum(
+      f"l{inputs}z,lz{outputs}->l{inputs}{outputs}",
+      adapters[f"{target}_a"],
+      adapters[f"{target}_b"],
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    merged[target] = (frozen[target].astype(jnp.float32) + lora.scaling * delta).astype(
+      frozen[target].dtype
+    )
   return merged
 
 
 @jax.jit
 def fingerprint(params: decoder.Params) -> jax.Array:
-  """A uint32 [weights, 2] of the values and their places, in the order of the names; the same on any mesh.
+  """A uint32 [weights, 2] of the values and their places, in the order of the names; the same on
+  any mesh.
 
-  Each value's bits are mixed with its position (the finaliser of MurmurHash3, twice with different seeds) and summed
-  modulo 2^32: integer sums do not depend on the order. It finds another checkpoint, not a forger.
+  Each value's bits are mixed with its position (the finaliser of MurmurHash3, twice with different
+  seeds) and summed modulo 2^32: integer sums do not depend on the order. It finds another
+  checkpoint, not a forger.
   """
   return jnp.stack([_hash(params[name]) for name in sorted(params)])
 
 
 def _hash(x) -> jax.Array:
-  bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32)
+  bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(
+    jnp.uint32
+  )
   for axis, size in enumerate(x.shape):
-    # A position is the mixed sum of its coordinates: each axis broadcasts, whatever mesh axis carries it.
+    # A position is the mixed sum of its coordinates: each axis broadcasts, whatever mesh axis
+    # carries it.
     place = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1) + jnp.uint32(axis + 1)
     bits = bits + _mix(place).reshape((size,) + (1,) * (x.ndim - axis - 1))
-  return jnp.stack([_mix(bits + jnp.uint32(seed)).sum(dtype=jnp.uint32) for seed in (0x2545F491, 0x7F4A7C15)])
+  return jnp.stack(
+    [_mix(bits + jnp.uint32(seed)).sum(dtype=jnp.uint32) for seed in (0x2545F491, 0x7F4A7C15)]
+  )
 
 
 def _mix(x):
@@ -120,7 +158,11 @@ def check_fingerprint(params: decoder.Params, expected, source: str) -> None:
   expected: their fingerprint then. source: where `params` were read, for the message.
   """
   found = np.asarray(fingerprint(params))
-  changed = [name for name, a, b in zip(sorted(params), found, np.asarray(expected)) if (a != b).any()]
+  changed = [
+    name for name, a, b in zip(sorted(params), found, np.asarray(expected)) if (a != b).any()
+  ]
   if changed:
-    raise ValueError(f"{source} has changed since these adapters were trained beside it ({', '.join(changed)}); "
-                     "bring the old weights back, or train in a new workdir")
+    raise ValueError(
+      f"{source} has changed since these adapters were trained beside it ({', '.join(changed)}); "
+      "bring the old weights back, or train in a new workdir"
+    )

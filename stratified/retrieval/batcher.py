@@ -1,4 +1,5 @@
-"""Joins the searches of concurrent requests: while one search runs, those that arrive wait and then run as one."""
+"""Joins the searches of concurrent requests: while one search runs, those that arrive wait and then
+run as one."""
 
 import asyncio
 from collections import deque
@@ -26,25 +27,37 @@ class _Job:
 class Batcher:
   """Runs `search(queries, topk)`, a blocking function, for many waiting coroutines at once.
 
-  No search waits for company: an idle batcher starts at once, a busy one takes everything of the same topk
+  No search waits for company: an idle batcher starts at once, a busy one takes everything of the
+  same topk
     that
-  arrived meanwhile, up to `max_batch` queries, each distinct query once. Blank queries find nothing and are
-  not searched for.
+  arrived meanwhile, up to `max_batch` queries, each distinct query once. Blank queries find nothing
+  and are not searched for.
 
   Args:
-    search: list of queries, topk -> one list of passages (or a RetrieverError) a query; runs in a thread.
-    max_batch: queries of one call of `search`.
-    max_queued: queries that may wait; more raise Busy at once.
-    max_wait_s: how long a search may wait and run before Busy is raised.
+    search: list of queries, topk -> one list of passages (or a RetrieverError) a query; runs in a
+    thread. max_batch: queries of one call of `search`. max_queued: queries that may wait; more
+    raise Busy at once. max_wait_s: how long a search may wait and run before Busy is raised.
     threads: calls of `search` at the same time.
   """
 
-  def __init__(self, search: Callable, *, max_batch: int = 64, max_queued: int = 16_384,
-               max_wait_s: float = 60.0, threads: int = 1):
+  def __init__(
+    self,
+    search: Callable,
+    *,
+    max_batch: int = 64,
+    max_queued: int = 16_384,
+    max_wait_s: float = 60.0,
+    threads: int = 1,
+  ):
     for name, value in dict(max_batch=max_batch, max_queued=max_queued, threads=threads).items():
       if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1")
-    self._search, self._max_batch, self._max_queued, self._max_wait_s = search, max_batch, max_queued, max_wait_s
+    self._search, self._max_batch, self._max_queued, self._max_wait_s = (
+      search,
+      max_batch,
+      max_queued,
+      max_wait_s,
+    )
     self._waiting: deque[_Job] = deque()
     self._free = threads
     self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="search")
@@ -60,9 +73,13 @@ class Batcher:
     """
     asked = list(dict.fromkeys(query for query in queries if query.strip()))
     if self.queued + len(asked) > self._max_queued:
-      raise Busy(f"{self.queued} queries are waiting, which leaves no room for {len(asked)} more "
-                 f"of {self._max_queued}; try again later")
-    slices = [tuple(asked[at:at + self._max_batch]) for at in range(0, len(asked), self._max_batch)]
+      raise Busy(
+        f"{self.queued} queries are waiting, which leaves no room for {len(asked)} more "
+        f"of {self._max_queued}; try again later"
+      )
+    slices = [
+      tuple(asked[at : at + self._max_batch]) for at in range(0, len(asked), self._max_batch)
+    ]
     jobs = [_Job(part, topk, asyncio.get_running_loop().create_future()) for part in slices]
     self._waiting.extend(jobs)
     self.queued += len(asked)
@@ -89,7 +106,8 @@ class Batcher:
       task.add_done_callback(self._running.discard)
 
   def _next_batch(self) -> list[_Job]:
-    """The first jobs in line that share a topk and fit in one batch; those nobody waits for any more are dropped."""
+    """The first jobs in line that share a topk and fit in one batch; those nobody waits for any
+    more are dropped."""
     batch, size = [], 0
     while self._waiting:
       job = self._waiting[0]
@@ -106,24 +124,35 @@ class Batcher:
       queries = list(dict.fromkeys(query for job in batch for query in job.queries))
       outcome = await self._outcome(queries, batch[0].topk)
       for job in batch:
-        # One request's bad query must not lose the searches of the others, so each is tried on its own.
+        # One request's bad query must not lose the searches of the others, so each is tried on its
+        # own.
         alone = len(batch) > 1 and isinstance(outcome, RetrieverError)
         _settle(job, await self._outcome(job.queries, job.topk) if alone else outcome)
     finally:
       self._free += 1
       self._start()
 
-  async def _outcome(self, queries: Sequence[str], topk: int) -> dict[str, list[Passage]] | RetrieverError:
+  async def _outcome(
+    self, queries: Sequence[str], topk: int
+  ) -> dict[str, list[Passage]] | RetrieverError:
     try:
-      results = await asyncio.get_running_loop().run_in_executor(self._pool, self._search, list(queries),
-                                                                 topk)
+      results = await asyncio.get_running_loop().run_in_executor(
+        self._pool, self._search, list(queries), topk
+      )
       if len(results) != len(queries):
-        raise RetrieverError(f"the retriever returned {len(results)} results for {len(queries)} queries")
-    except Exception as error:  # whatever a retriever raises, the server goes on and says so in its reply
+        raise RetrieverError(
+          f"the retriever returned {len(results)} results for {len(queries)} queries"
+        )
+    except (
+      Exception
+    ) as error:  # whatever a retriever raises, the server goes on and says so in its reply
       if not isinstance(error, RetrieverError):
         _LOG.exception("a search of %d queries failed", len(queries))
-      return error if isinstance(error,
-                                 RetrieverError) else RetrieverError(f"{type(error).__name__}: {error}")
+      return (
+        error
+        if isinstance(error, RetrieverError)
+        else RetrieverError(f"{type(error).__name__}: {error}")
+      )
     self.searched += len(queries)
     self.batches += 1
     return dict(zip(queries, results))

@@ -1,9 +1,11 @@
 """BM25 over passages held in memory: the embedded retriever, on the index of the `bm25s` library.
 
-The index is bm25s's (every score computed when it is built, stored by term). Searching is done here, because
-bm25s's own `retrieve` returns arbitrary passages of score 0 when too few match and breaks ties arbitrarily.
+The index is bm25s's (every score computed when it is built, stored by term). Searching is done
+here, because bm25s's own `retrieve` returns arbitrary passages of score 0 when too few match and
+breaks ties arbitrarily.
 """
 
+from collections.abc import Callable, Sequence
 import contextlib
 import functools
 import hashlib
@@ -16,22 +18,22 @@ import shutil
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from stratified.hidden import hidden
+from stratified.imports import unavailable
 from stratified.progress import Progress
-from stratified.retrieval.corpus import Passage, corpus_digest
+from stratified.retrieval.corpus import corpus_digest, Passage
 
 
 def _import_bm25s():
   """Imports bm25s with jax out of its sight.
 
-  bm25s runs a jax function when it is imported. That would claim the accelerator in a process that only
-  retrieves, and start jax's backends before `jax.distributed.initialize`, which must come first.
+  bm25s runs a jax function when it is imported. That would claim the accelerator in a process that
+  only retrieves, and start jax's backends before `jax.distributed.initialize`, which must come
+  first.
   """
-  with hidden("jax"):
+  with unavailable("jax"):
     import bm25s
   # It sets its logger to DEBUG; absl's handler would then print every step of the index's making.
   logging.getLogger("bm25s").setLevel(logging.WARNING)
@@ -45,12 +47,15 @@ _FORMAT = 1
 # Above this many passages an index takes seconds to build, so progress is shown.
 _MANY_PASSAGES = 20_000
 _ASCII_WORD = re.compile("[a-z0-9]+")
-# Scripts written without spaces: each character is a word of its own, as in Lucene's standard analyser.
+# Scripts written without spaces: each character is a word of its own, as in Lucene's standard
+# analyser.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 
 ENGLISH_STOP_WORDS = frozenset(
-    "a an and are as at be but by for if in into is it no not of on or such that the their then there these "
-    "they this to was will with".split())
+  "a an and are as at be but by for if in into is it no not of on or such that the their then "
+  "there these "
+  "they this to was will with".split()
+)
 
 
 def _strip_plural(word: str) -> str:
@@ -71,10 +76,11 @@ def _word_pattern() -> re.Pattern:
 
 
 def words(text: str) -> list[str]:
-  """The words of a text in any script, in order, case folded and without accents (Preradović: preradovic).
+  """The words of a text in any script, in order, case folded and without accents (Preradović:
+  preradovic).
 
-  Letters, digits and combining marks make words; everything else separates them. Chinese characters and
-  Japanese kana are words by themselves. No word is left out.
+  Letters, digits and combining marks make words; everything else separates them. Chinese characters
+  and Japanese kana are words by themselves. No word is left out.
   """
   if text.isascii():
     return _ASCII_WORD.findall(text.lower())
@@ -85,32 +91,36 @@ def words(text: str) -> list[str]:
 class BM25:
   """Searches passages by BM25 (Lucene's variant) over title and text.
 
-  score(q, d) = sum over distinct words w of q of  idf(w) * tf / (tf + k1 * (1 - b + b * len(d) / mean len)),
-  idf(w) = log(1 + (N - df + 0.5) / (df + 0.5)); tf counts w in d, df the passages that hold w, N all.
+  score(q, d) = sum over distinct words w of q of  idf(w) * tf / (tf + k1 * (1 - b + b * len(d) /
+                                                   mean len)),
+  idf(w) = log(1 + (N - df + 0.5) / (df + 0.5)); tf counts w in d, df the passages that hold w, N
+  all.
 
-  The same query always gets the same passages: ties go to the passage that comes first in the corpus, and the
-  order and repetition of a query's words do not matter. Several threads may search one object.
+  The same query always gets the same passages: ties go to the passage that comes first in the
+  corpus, and the order and repetition of a query's words do not matter. Several threads may search
+  one object.
   """
 
   def __init__(
-      self,
-      passages: Sequence[Passage],
-      *,
-      k1: float = 1.2,
-      b: float = 0.75,
-      stop_words: frozenset[str] | Sequence[str] = (),
-      stemmer: str = "none",
-      cache_dir: str | os.PathLike | None = None,
+    self,
+    passages: Sequence[Passage],
+    *,
+    k1: float = 1.2,
+    b: float = 0.75,
+    stop_words: frozenset[str] | Sequence[str] = (),
+    stemmer: str = "none",
+    cache_dir: str | os.PathLike | None = None,
   ):
-    """Builds the index, or maps it from `cache_dir` where the same passages and settings were indexed before.
+    """Builds the index, or maps it from `cache_dir` where the same passages and settings were
+    indexed before.
 
     Args:
       passages: what to search; at least one with a word in it.
       k1: how slowly repetitions of a word saturate, >= 0.
       b: how much long passages are held back, in [0, 1].
-      stop_words: words that are not indexed. None by default: "will", "it" and "the" are also parts of names.
-      stemmer: "none", or "plural" for English plurals.
-      cache_dir: folder that keeps indexes, one subfolder for each content and setting; None keeps none.
+      stop_words: words that are not indexed. None by default: "will", "it" and "the" are also parts
+      of names. stemmer: "none", or "plural" for English plurals. cache_dir: folder that keeps
+      indexes, one subfolder for each content and setting; None keeps none.
 
     Raises:
       ValueError: a setting out of range, or nothing to index.
@@ -118,7 +128,9 @@ class BM25:
     if stemmer not in STEMMERS:
       raise ValueError(f"stemmer {stemmer!r} is unknown; choose from {', '.join(STEMMERS)}.")
     if k1 < 0 or not 0 <= b <= 1:
-      raise ValueError(f"BM25 with k1 = {k1}, b = {b}: k1 must be at least 0 and b must lie in [0, 1].")
+      raise ValueError(
+        f"BM25 with k1 = {k1}, b = {b}: k1 must be at least 0 and b must lie in [0, 1]."
+      )
     self.passages = list(passages)
     self._stem = STEMMERS[stemmer]
     self._stop_words = frozenset(word for stop_word in stop_words for word in words(stop_word))
@@ -138,29 +150,40 @@ class BM25:
   @functools.cached_property
   def manifest(self) -> dict:
     """What is searched and how: equal manifests find equal passages."""
-    return {"kind": "bm25", "format": _FORMAT, "count": len(self.passages), "corpus": corpus_digest(self.passages),
-            **self._settings}
+    return {
+      "kind": "bm25",
+      "format": _FORMAT,
+      "count": len(self.passages),
+      "corpus": corpus_digest(self.passages),
+      **self._settings,
+    }
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
     """Returns for each query at most `topk` passages, best first, their `score` set.
 
-    Only passages that share a word with the query are returned; an empty query, or one without a known word,
-    gets an empty list.
+    Only passages that share a word with the query are returned; an empty query, or one without a
+    known word, gets an empty list.
     """
     if isinstance(queries, str):
-      raise TypeError(f"queries is the string {queries!r}; search takes a sequence of queries, [query].")
+      raise TypeError(
+        f"queries is the string {queries!r}; search takes a sequence of queries, [query]."
+      )
     if topk < 1:
       raise ValueError(f"topk is {topk}; it must be at least 1.")
     return [self._search_one(query, topk) for query in queries]
 
   def _search_one(self, query: str, topk: int) -> list[Passage]:
-    ids = sorted({self._id_of_word[word] for word in self._terms(query) if word in self._id_of_word})
+    ids = sorted(
+      {self._id_of_word[word] for word in self._terms(query) if word in self._id_of_word}
+    )
     if not ids:
       return []
     score = np.zeros(len(self.passages), np.float32)
     for id in ids:
       start, end = self._starts[id], self._starts[id + 1]
-      score[self._rows[start:end]] += self._scores[start:end]  # a passage comes once among a word's rows
+      score[self._rows[start:end]] += self._scores[
+        start:end
+      ]  # a passage comes once among a word's rows
     best = _best(score, topk)
     return [self._hit(row, value) for row, value in zip(best.tolist(), score[best].tolist())]
 
@@ -177,15 +200,25 @@ class BM25:
   def _build(self, k1: float, b: float) -> "bm25s.BM25":
     many = len(self.passages) > _MANY_PASSAGES
     id_of_word, ids = {}, []
-    with Progress(len(self.passages), "BM25 passages read") if many else contextlib.nullcontext() as progress:
+    with (
+      Progress(len(self.passages), "BM25 passages read")
+      if many
+      else contextlib.nullcontext() as progress
+    ):
       for passage in self.passages:
-        ids.append([id_of_word.setdefault(word, len(id_of_word)) for word in self._terms(passage.contents)])
+        ids.append(
+          [id_of_word.setdefault(word, len(id_of_word)) for word in self._terms(passage.contents)]
+        )
         if progress and (len(ids) % 1_000 == 0 or len(ids) == len(self.passages)):
           progress.update((len(ids) - 1) % 1_000 + 1)
     if not id_of_word:
-      raise ValueError(f"BM25 got {len(ids)} passages without a word; it needs at least one word to index.")
+      raise ValueError(
+        f"BM25 got {len(ids)} passages without a word; it needs at least one word to index."
+      )
     index = bm25s.BM25(k1=k1, b=b, method="lucene")
-    index.index((ids, id_of_word), create_empty_token=False, show_progress=many and sys.stderr.isatty())
+    index.index(
+      (ids, id_of_word), create_empty_token=False, show_progress=many and sys.stderr.isatty()
+    )
     return index
 
 
@@ -199,10 +232,14 @@ def _best(score: np.ndarray, topk: int) -> np.ndarray:
 
 
 def _index_name(passages: Sequence[Passage], settings: dict) -> str:
-  digest = hashlib.sha256(json.dumps({"format": _FORMAT, "bm25s": bm25s.__version__, **settings}).encode())
+  digest = hashlib.sha256(
+    json.dumps({"format": _FORMAT, "bm25s": bm25s.__version__, **settings}).encode()
+  )
   for passage in passages:
     contents = passage.contents.encode()
-    digest.update(b"%d:" % len(contents))  # the length keeps two passages from running into each other
+    digest.update(
+      b"%d:" % len(contents)
+    )  # the length keeps two passages from running into each other
     digest.update(contents)
   return f"bm25-{digest.hexdigest()[:24]}"
 

@@ -8,11 +8,12 @@ from stratified.retrieval.corpus import Passage, RetrieverError
 
 
 class Cached:
-  """A retriever in front of another: `capacity` queries (with their topk) are remembered, the least recent go
-  first.
+  """A retriever in front of another: `capacity` queries (with their topk) are remembered, the least
+  recent go first.
 
-  What was not found for an error is not remembered. `hits` and `misses` count queries; of equal queries in
-  one call the first is a miss and the others are hits. Several threads may search one object.
+  What was not found for an error is not remembered. `hits` and `misses` count queries; of equal
+  queries in one call the first is a miss and the others are hits. Several threads may search one
+  object.
   """
 
   def __init__(self, retriever, capacity: int):
@@ -28,7 +29,9 @@ class Cached:
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage] | RetrieverError]:
     if isinstance(queries, str):
-      raise TypeError(f"queries is the string {queries!r}; search takes a sequence of queries, [query].")
+      raise TypeError(
+        f"queries is the string {queries!r}; search takes a sequence of queries, [query]."
+      )
     with self._lock:
       found = {query: self._known[query, topk] for query in queries if (query, topk) in self._known}
       for query in found:
@@ -39,14 +42,23 @@ class Cached:
     if unknown:
       results = self.retriever.search(unknown, topk)
       if len(results) != len(unknown):
-        raise RetrieverError(f"the retriever returned {len(results)} results for {len(unknown)} queries")
+        raise RetrieverError(
+          f"the retriever returned {len(results)} results for {len(unknown)} queries"
+        )
       found.update(zip(unknown, results))
       with self._lock:
-        self._remember({query: result for query, result in zip(unknown, results)
-                        if not isinstance(result, RetrieverError)}, topk)
+        self._remember(
+          {
+            query: result
+            for query, result in zip(unknown, results)
+            if not isinstance(result, RetrieverError)
+          },
+          topk,
+        )
     # A caller may change its list; the remembered one stays.
     return [
-        result if isinstance(result, RetrieverError) else list(result) for result in map(found.get, queries)
+      result if isinstance(result, RetrieverError) else list(result)
+      for result in map(found.get, queries)
     ]
 
   def _remember(self, results: dict[str, list[Passage]], topk: int) -> None:

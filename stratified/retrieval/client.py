@@ -1,13 +1,17 @@
 """A retriever behind HTTP: `search(queries, topk)` like every other, over a faulty network.
 
 What becomes of a search:
-  a reply of 429, 5xx, a lost connection, no reply in time, a broken or truncated body: tried again, a bounded
+  a reply of 429, 5xx, a lost connection, no reply in time, a broken or truncated body: tried again,
+  a bounded
     number of times, after a random pause that doubles;
   a reply of 400, 413 ...: the request itself is at fault and is not repeated;
-  still no reply: the request is split, so that one bad query is lost alone. Its place in the results holds a
+  still no reply: the request is split, so that one bad query is lost alone. Its place in the
+  results holds a
     RetrieverError, and the rollout that asked is masked and counted;
-  the server is out of reach: searches wait for it to come back. After `give_up_s` without a usable reply, or
-    where it comes back with another index, RetrieverDown ends the run, whose last checkpoint is safe.
+  the server is out of reach: searches wait for it to come back. After `give_up_s` without a usable
+  reply, or
+    where it comes back with another index, RetrieverDown ends the run, whose last checkpoint is
+    safe.
 """
 
 import asyncio
@@ -35,7 +39,8 @@ _MOST_REPLY_BYTES = 512 * 2**20
 
 
 class RetrieverDown(RuntimeError):
-  """The retriever is gone for longer than the run waits, or is not the one that the run began with."""
+  """The retriever is gone for longer than the run waits, or is not the one that the run began
+  with."""
 
 
 class _Retry(Exception):
@@ -51,7 +56,8 @@ class _Refused(Exception):
 
 
 class Outage:
-  """For how long searches have failed since one last worked; the time between searches does not count."""
+  """For how long searches have failed since one last worked; the time between searches does not
+  count."""
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
     self._clock, self._before_s, self._since, self.last = clock, 0.0, None, ""
@@ -74,7 +80,8 @@ class Outage:
 
 
 class HttpRetriever:
-  """Searches through a server that speaks Search-R1's wire format. One thread at a time may call `search`.
+  """Searches through a server that speaks Search-R1's wire format. One thread at a time may call
+  `search`.
 
   Args:
     url: http://host:port, with or without /retrieve at its end.
@@ -88,9 +95,19 @@ class HttpRetriever:
     ValueError: a setting out of range or a URL that is none.
   """
 
-  def __init__(self, url: str, *, timeout_s: float = 30.0, retries: int = 4, give_up_s: float = 300.0,
-               queries_per_request: int = 64, in_flight: int = 16):
-    least = dict(retries=(retries, 0), queries_per_request=(queries_per_request, 1), in_flight=(in_flight, 1))
+  def __init__(
+    self,
+    url: str,
+    *,
+    timeout_s: float = 30.0,
+    retries: int = 4,
+    give_up_s: float = 300.0,
+    queries_per_request: int = 64,
+    in_flight: int = 16,
+  ):
+    least = dict(
+      retries=(retries, 0), queries_per_request=(queries_per_request, 1), in_flight=(in_flight, 1)
+    )
     for name, (value, minimum) in least.items():
       if value < minimum:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}")
@@ -105,30 +122,40 @@ class HttpRetriever:
     self._outage, self._random = Outage(), random.Random()
     self._loop = asyncio.new_event_loop()
     threading.Thread(target=self._loop.run_forever, name="http-retriever", daemon=True).start()
-    # trust_env: a proxy of the environment stands between here and the internet, not a server of our own.
+    # trust_env: a proxy of the environment stands between here and the internet, not a server of
+    # our own.
     self._client = httpx.AsyncClient(
-        trust_env=False, timeout=None,
-        limits=httpx.Limits(max_connections=in_flight + 1, max_keepalive_connections=in_flight + 1,
-                            keepalive_expiry=30))
+      trust_env=False,
+      timeout=None,
+      limits=httpx.Limits(
+        max_connections=in_flight + 1, max_keepalive_connections=in_flight + 1, keepalive_expiry=30
+      ),
+    )
 
   def connect(self, topk: int = 1) -> dict:
-    """Tries one search for `topk` passages; the server's manifest, {} from a server that has no /health.
+    """Tries one search for `topk` passages; the server's manifest, {} from a server that has no
+    /health.
 
     Raises ConnectionError, in one sentence, where nothing that answers like a retriever is there.
     """
     try:
       return self._do(self._connect(topk))
     except (_Retry, _Refused, RetrieverDown) as error:
-      raise ConnectionError(f"no retriever answers at {self.url} ({error}); start one with "
-                            "python experiments/serve_retriever.py, or name another URL") from error
+      raise ConnectionError(
+        f"no retriever answers at {self.url} ({error}); start one with "
+        "python experiments/serve_retriever.py, or name another URL"
+      ) from error
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage] | RetrieverError]:
-    """One list of at most `topk` passages a query, best first, or the RetrieverError that lost this query.
+    """One list of at most `topk` passages a query, best first, or the RetrieverError that lost this
+    query.
 
     Raises RetrieverDown where there is no hope left.
     """
     if isinstance(queries, str):
-      raise TypeError(f"queries is the string {queries!r}; search takes a sequence of queries, [query].")
+      raise TypeError(
+        f"queries is the string {queries!r}; search takes a sequence of queries, [query]."
+      )
     if topk < 1:
       raise ValueError(f"topk is {topk}; it must be at least 1.")
     return self._do(self._search(list(queries), topk))
@@ -156,7 +183,9 @@ class HttpRetriever:
 
   async def _search(self, queries: list[str], topk: int) -> list[list[Passage] | RetrieverError]:
     room = asyncio.Semaphore(self._in_flight)
-    parts = [queries[at:at + self._per_request] for at in range(0, len(queries), self._per_request)]
+    parts = [
+      queries[at : at + self._per_request] for at in range(0, len(queries), self._per_request)
+    ]
     try:
       async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(self._part(part, topk, room, self._retries)) for part in parts]
@@ -166,7 +195,9 @@ class HttpRetriever:
       self._outage.pause()
     return [result for task in tasks for result in task.result()]
 
-  async def _part(self, queries: list[str], topk: int, room: asyncio.Semaphore, retries: int) -> list:
+  async def _part(
+    self, queries: list[str], topk: int, room: asyncio.Semaphore, retries: int
+  ) -> list:
     """Results of one request's queries; of its halves where the whole is lost."""
     try:
       async with room:
@@ -181,7 +212,8 @@ class HttpRetriever:
     return first + await self._part(queries[middle:], topk, room, min(retries, 1))
 
   async def _insist(self, queries: list[str], topk: int, retries: int) -> list[list[Passage]]:
-    """Tries until it works or the attempts are used up; those against a server that is down are not counted."""
+    """Tries until it works or the attempts are used up; those against a server that is down are not
+    counted."""
     failures = 0
     while True:
       began = time.monotonic()
@@ -199,16 +231,22 @@ class HttpRetriever:
 
   async def _attempt(self, queries: list[str], topk: int, timeout_s: float) -> list[list[Passage]]:
     self.requests += 1
-    status, body, headers = await self._send("POST", wire.PATH, timeout_s, wire.request_body(queries, topk))
+    status, body, headers = await self._send(
+      "POST", wire.PATH, timeout_s, wire.request_body(queries, topk)
+    )
     if status in _REFUSED:
       self._outage.worked()
       raise _Refused(f"the retriever refused it: {status} {wire.error_of(body)}".strip())
     if status >= 500 or status in _AGAIN:
-      raise _Retry(f"it answers {status} {wire.error_of(body)}".strip(),
-                   _seconds(headers.get("retry-after", "")))
+      raise _Retry(
+        f"it answers {status} {wire.error_of(body)}".strip(),
+        _seconds(headers.get("retry-after", "")),
+      )
     if status != 200:
-      raise RetrieverDown(f"{self.url}{wire.PATH} answers {status} {wire.error_of(body)}".strip() +
-                          ", as no retriever does; check retriever.url")
+      raise RetrieverDown(
+        f"{self.url}{wire.PATH} answers {status} {wire.error_of(body)}".strip()
+        + ", as no retriever does; check retriever.url"
+      )
     self._check_index(headers.get(wire.INDEX_HEADER))
     try:
       found = wire.parse_reply(body, count=len(queries), topk=topk)
@@ -218,11 +256,13 @@ class HttpRetriever:
     return found
 
   async def _send(self, method: str, path: str, timeout_s: float, body: bytes | None = None):
-    """(status, body, headers), all of it within `timeout_s`; raises _Retry where there is no whole reply."""
+    """(status, body, headers), all of it within `timeout_s`; raises _Retry where there is no whole
+    reply."""
     try:
       async with asyncio.timeout(timeout_s):
-        async with self._client.stream(method, self.url + path, content=body,
-                                       headers={"content-type": "application/json"}) as reply:
+        async with self._client.stream(
+          method, self.url + path, content=body, headers={"content-type": "application/json"}
+        ) as reply:
           read = bytearray()
           async for chunk in reply.aiter_bytes():
             read += chunk
@@ -246,8 +286,11 @@ class HttpRetriever:
     self._outage.failed(began, why)
     if self._outage.seconds >= self._give_up_s:
       raise RetrieverDown(
-          f"the retriever at {self.url} has given no usable reply for {self._outage.seconds:.0f} s (it may be gone for "
-          f"{self._give_up_s:g}; last: {why}); start it again, then repeat the command: what was saved is safe")
+        f"the retriever at {self.url} has given no usable reply for {self._outage.seconds:.0f} s "
+        "(it may be gone for "
+        f"{self._give_up_s:g}; last: {why}); start it again, then repeat the command: what was "
+        "saved is safe"
+      )
 
   def _patience(self) -> float:
     """Seconds for the next request: no longer than until it is time to give up."""
@@ -257,13 +300,18 @@ class HttpRetriever:
   def _pause(self, failures: int, after_s: float) -> float:
     # Between half and the whole of it, so that many clients of one server do not come back at once.
     pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S) * self._random.uniform(0.5, 1)
-    return min(max(pause, min(after_s, _LONGEST_PAUSE_S)), max(self._give_up_s - self._outage.seconds, 0.0))
+    return min(
+      max(pause, min(after_s, _LONGEST_PAUSE_S)), max(self._give_up_s - self._outage.seconds, 0.0)
+    )
 
   def _check_index(self, index: str | None) -> None:
     if self._index is not None and index is not None and index != self._index:
       raise RetrieverDown(
-          f"the retriever at {self.url} searches another index (manifest {index}) than at the start of this run "
-          f"({self._index}); start the one of the start again, then repeat the command: what was saved is safe")
+        f"the retriever at {self.url} searches another index (manifest {index}) than at the start "
+        "of this run "
+        f"({self._index}); start the one of the start again, then repeat the command: what was "
+        "saved is safe"
+      )
 
 
 def base_url(url: str) -> str:
@@ -271,7 +319,11 @@ def base_url(url: str) -> str:
   trimmed = url.strip().rstrip("/").removesuffix(wire.PATH).rstrip("/")
   try:
     parts = urlsplit(trimmed)
-    valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    valid = (
+      parts.scheme in ("http", "https")
+      and parts.hostname
+      and (parts.port is None or parts.port > 0)
+    )
   except ValueError:  # a port that is no number
     valid = False
   if not valid or parts.query or parts.fragment:

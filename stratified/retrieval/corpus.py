@@ -1,18 +1,19 @@
 """Passages, and the JSON Lines files that hold them.
 
-A corpus file is JSON Lines, plain or .gz, in the form of Search-R1 and FlashRAG, one passage a line:
+A corpus file is JSON Lines, plain or .gz, in the form of Search-R1 and FlashRAG, one passage a
+line:
   {"id": "7", "contents": "\\"Title\\"\\ntext"}
 A `title` field, where there is one, says what the first line of `contents` is.
 """
 
 import codecs
+from collections.abc import Iterable, Iterator
 import dataclasses
 import gzip
 import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
 
 
 class RetrieverError(Exception):
@@ -21,7 +22,8 @@ class RetrieverError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passage:
-  """A passage of the corpus. `score`, no part of equality, is the retriever's for the query that found it."""
+  """A passage of the corpus. `score`, no part of equality, is the retriever's for the query that
+  found it."""
 
   id: str
   title: str
@@ -30,17 +32,20 @@ class Passage:
 
   @property
   def contents(self) -> str:
-    """The wire form: the title in quotation marks, a newline, the text; without a title the text alone."""
+    """The wire form: the title in quotation marks, a newline, the text; without a title the text
+    alone."""
     return f'"{self.title}"\n{self.text}' if self.title else self.text
 
 
 def passage_from_contents(
-    id: str, contents: str, title: str | None = None, score: float | None = None) -> Passage:
-  """Takes `contents` apart: the first line, without quotation marks around it, is the title, the rest text.
+  id: str, contents: str, title: str | None = None, score: float | None = None
+) -> Passage:
+  """Takes `contents` apart: the first line, without quotation marks around it, is the title, the
+  rest text.
 
-  Contents of a single line are all text, unless they are the given title and nothing else. A given title that
-  the first line does not repeat leaves the contents whole. What `Passage.contents` made of a titled passage
-  comes back as it was.
+  Contents of a single line are all text, unless they are the given title and nothing else. A given
+  title that the first line does not repeat leaves the contents whole. What `Passage.contents` made
+  of a titled passage comes back as it was.
   """
   first, newline, rest = contents.partition("\n")
   unquoted = first[1:-1] if len(first) >= 2 and first[0] == first[-1] == '"' else first
@@ -56,7 +61,8 @@ def read_corpus(path: str | os.PathLike) -> list[Passage]:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: a line is not a JSON object, lacks `id` or `contents`, or repeats an id; the message names the
+    ValueError: a line is not a JSON object, lacks `id` or `contents`, or repeats an id; the message
+    names the
       file, the line and the field.
   """
   passages, line_of = [], {}
@@ -66,13 +72,16 @@ def read_corpus(path: str | os.PathLike) -> list[Passage]:
     earlier = line_of.setdefault(passage.id, line)
     if earlier != line:
       raise ValueError(
-          f'{where}, field "id": {passage.id!r} is already the id of line {earlier}; ids must be unique.')
+        f'{where}, field "id": {passage.id!r} is already the id of line {earlier}; ids must be '
+        "unique."
+      )
     passages.append(passage)
   return passages
 
 
 def corpus_digest(passages: Iterable[Passage]) -> str:
-  """Names passages by their ids and contents, in order: 16 hexadecimal digits, equal wherever they came from."""
+  """Names passages by their ids and contents, in order: 16 hexadecimal digits, equal wherever they
+  came from."""
   digest = hashlib.sha256()
   for passage in passages:
     for part in (passage.id.encode(), passage.contents.encode()):
@@ -82,16 +91,21 @@ def corpus_digest(passages: Iterable[Passage]) -> str:
 
 
 def passage_from_record(record: dict, where: str) -> Passage:
-  """The passage of one line of a corpus; ValueError, naming `where` and the field, where it is none."""
+  """The passage of one line of a corpus; ValueError, naming `where` and the field, where it is
+  none."""
   return passage_from_contents(
-      id_field(record, "id", where), string_field(record, "contents", where),
-      string_field(record, "title", where) if record.get("title") else None)
+    id_field(record, "id", where),
+    string_field(record, "contents", where),
+    string_field(record, "title", where) if record.get("title") else None,
+  )
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
-  """Yields (line number from 1, object) for each line of a JSON Lines file, plain or .gz, but blank ones.
+  """Yields (line number from 1, object) for each line of a JSON Lines file, plain or .gz, but blank
+  ones.
 
-  Raises ValueError, naming file and line, where a line is no JSON object in UTF-8 or a .gz file is damaged.
+  Raises ValueError, naming file and line, where a line is no JSON object in UTF-8 or a .gz file is
+  damaged.
   """
   path, line = os.fspath(path), 0
   with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
@@ -101,24 +115,32 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
           yield line, json_object(raw, f"{path}, line {line}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
       raise ValueError(
-          f"{path}: the compressed file is damaged after line {line} ({error}); get it again.") from error
+        f"{path}: the compressed file is damaged after line {line} ({error}); get it again."
+      ) from error
 
 
 def json_object(raw: bytes, where: str) -> dict:
   """The JSON object that a line holds, else ValueError with `where`."""
   try:
-    record = json.loads(raw.decode("utf-8-sig"))  # a byte order mark may stand before the first line
+    record = json.loads(
+      raw.decode("utf-8-sig")
+    )  # a byte order mark may stand before the first line
   except UnicodeDecodeError as error:
-    raise ValueError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8.") from error
+    raise ValueError(
+      f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8."
+    ) from error
   except json.JSONDecodeError as error:
     raise ValueError(f"{where}: not JSON ({error}); each line must be one JSON object.") from error
   if not isinstance(record, dict):
-    raise ValueError(f"{where}: a JSON {type(record).__name__}, but each line must be one JSON object.")
+    raise ValueError(
+      f"{where}: a JSON {type(record).__name__}, but each line must be one JSON object."
+    )
   return record
 
 
 def string_field(record: dict, name: str, where: str) -> str:
-  """`record[name]`, a non-empty string that has a UTF-8 form, else ValueError with `where` and the field."""
+  """`record[name]`, a non-empty string that has a UTF-8 form, else ValueError with `where` and the
+  field."""
   value = record.get(name)
   if not isinstance(value, str) or not value.strip():
     present = ", ".join(sorted(record)) or "none"
@@ -126,7 +148,8 @@ def string_field(record: dict, name: str, where: str) -> str:
     raise ValueError(f'{where}, field "{name}": it {found}; it must be a non-empty string.')
   if not _has_utf8_form(value):
     raise ValueError(
-        f'{where}, field "{name}": it holds half of a surrogate pair, which no tokenizer can encode.')
+      f'{where}, field "{name}": it holds half of a surrogate pair, which no tokenizer can encode.'
+    )
   return value
 
 

@@ -1,10 +1,11 @@
-"""Vectors of a corpus on disk: float16 shards as .npy files, written one by one and memory-mapped when read.
+"""Vectors of a corpus on disk: float16 shards as .npy files, written one by one and memory-mapped
+when read.
 
     DIR/embeddings/manifest.json      encoder, corpus, count, dimension, shard_size
     DIR/embeddings/shard_00000.npy    float16 [shard_size, dimension]; the last one may be shorter
 
-A unit vector's components lie within [-1, 1], where float16 is exact to 2^-12 of the component or better:
-inner products move by less than 1e-3.
+A unit vector's components lie within [-1, 1], where float16 is exact to 2^-12 of the component or
+better: inner products move by less than 1e-3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +34,10 @@ class Embeddings:
     for number, rows in enumerate(shard_rows(self.count, self._size)):
       shard = _open_shard(shard_path(self.directory, number), len(rows), self.dimension)
       if shard is None:
-        raise FileNotFoundError(f"{shard_path(self.directory, number)} is missing or cut short; run "
-                                "experiments/build_index.py again, which makes what is missing.")
+        raise FileNotFoundError(
+          f"{shard_path(self.directory, number)} is missing or cut short; run "
+          "experiments/build_index.py again, which makes what is missing."
+        )
       self._shards.append(shard)
 
   def __len__(self) -> int:
@@ -77,28 +80,41 @@ def _open_shard(path: pathlib.Path, count: int, dimension: int) -> np.ndarray | 
   return shard if shard.shape == (count, dimension) and shard.dtype == np.float16 else None
 
 
-def encode_corpus(directory: Path, passages: Sequence[Passage], encode: Callable[[list[str]], np.ndarray],
-                  dimension: int, *, encoder: dict, corpus: dict, shard_size: int = 8192,
-                  part: tuple[int, int] = (0, 1)) -> None:
+def encode_corpus(
+  directory: Path,
+  passages: Sequence[Passage],
+  encode: Callable[[list[str]], np.ndarray],
+  dimension: int,
+  *,
+  encoder: dict,
+  corpus: dict,
+  shard_size: int = 8192,
+  part: tuple[int, int] = (0, 1),
+) -> None:
   """Encodes the passages' contents shard by shard; shards that are there are not made again.
 
   Args:
     directory: where the shards and their manifest go.
     encode: texts -> unit vectors, the encoder's way with passages.
-    encoder, corpus: their manifests, kept; another encoder or corpus than the directory's is refused.
-    part: (i, n): make only every n-th shard from the i-th on, so that n machines share the work.
+    encoder, corpus: their manifests, kept; another encoder or corpus than the directory's is
+    refused. part: (i, n): make only every n-th shard from the i-th on, so that n machines share the
+    work.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   shard_size = _settle_manifest(directory / "manifest.json", dimension, encoder, corpus, shard_size)
   todo = list(_todo(directory, len(passages), dimension, shard_size, part))
   total = sum(
-      len(rows) for _, rows in list(enumerate(shard_rows(len(passages), shard_size)))[part[0]::part[1]])
+    len(rows)
+    for _, rows in list(enumerate(shard_rows(len(passages), shard_size)))[part[0] :: part[1]]
+  )
   done = total - sum(len(rows) for _, rows in todo)
   with Progress(total, "passages encoded", done=done) as progress:
     for number, rows in todo:
       pieces = []
-      for start in range(rows.start, rows.stop, 1024):  # pieces, so that progress shows within a shard
+      for start in range(
+        rows.start, rows.stop, 1024
+      ):  # pieces, so that progress shows within a shard
         texts = [passages[row].contents for row in range(start, min(start + 1024, rows.stop))]
         pieces.append(encode(texts).astype(np.float16))
         progress.update(len(texts))
@@ -112,15 +128,26 @@ def _settle_manifest(path, dimension, encoder, corpus, shard_size) -> int:
     manifests.check_encoder(path, there["encoder"], encoder, vectors=True)
     manifests.check_corpus(path, there["corpus"], corpus)
     return there["shard_size"]
-  manifests.write(path, dict(encoder=encoder, corpus=corpus, count=corpus["count"], dimension=dimension,
-                             dtype="float16", shard_size=shard_size))
+  manifests.write(
+    path,
+    dict(
+      encoder=encoder,
+      corpus=corpus,
+      count=corpus["count"],
+      dimension=dimension,
+      dtype="float16",
+      shard_size=shard_size,
+    ),
+  )
   return shard_size
 
 
 def _todo(directory, count, dimension, size, part) -> Iterator[tuple[int, range]]:
   for number, rows in enumerate(shard_rows(count, size)):
-    if number % part[1] == part[0] and _open_shard(shard_path(directory, number), len(rows),
-                                                   dimension) is None:
+    if (
+      number % part[1] == part[0]
+      and _open_shard(shard_path(directory, number), len(rows), dimension) is None
+    ):
       yield number, rows
 
 

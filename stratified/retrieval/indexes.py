@@ -3,7 +3,8 @@
     build(IndexConfig("hnsw"), Embeddings("DIR/embeddings"), "DIR/hnsw")
     index = load("DIR/hnsw")
 
-The metric is the inner product, which for unit vectors is the cosine. `memory` says what each kind takes.
+The metric is the inner product, which for unit vectors is the cosine. `memory` says what each kind
+takes.
 """
 
 from collections.abc import Callable
@@ -20,15 +21,20 @@ import faiss  # noqa: E402
 import numpy as np
 
 from stratified.progress import Progress
-from stratified.retrieval import manifest as manifests, memory
+from stratified.retrieval import manifest as manifests
+from stratified.retrieval import memory
 from stratified.retrieval.embeddings import Embeddings
 from stratified.retrieval.memory import IndexConfig
 
 Path = str | os.PathLike
 
 _QUANTIZERS = {"float16": faiss.ScalarQuantizer.QT_fp16, "int8": faiss.ScalarQuantizer.QT_8bit}
-CLASSES = {"flat": faiss.IndexFlatCodes, "hnsw": faiss.IndexHNSW, "ivf_pq": faiss.IndexIVFPQ,
-           "ivf_sq": faiss.IndexIVF}
+CLASSES = {
+  "flat": faiss.IndexFlatCodes,
+  "hnsw": faiss.IndexHNSW,
+  "ivf_pq": faiss.IndexIVFPQ,
+  "ivf_sq": faiss.IndexIVF,
+}
 FILE = "index.faiss"
 
 
@@ -37,11 +43,17 @@ def make(config: IndexConfig, count: int, dimension: int) -> faiss.Index:
   c, ip = config.settled(count, dimension), faiss.METRIC_INNER_PRODUCT
   plain = c.storage == "float32"
   if c.kind == "flat":
-    return (faiss.IndexFlatIP(dimension) if plain
-            else faiss.IndexScalarQuantizer(dimension, _QUANTIZERS[c.storage], ip))
+    return (
+      faiss.IndexFlatIP(dimension)
+      if plain
+      else faiss.IndexScalarQuantizer(dimension, _QUANTIZERS[c.storage], ip)
+    )
   if c.kind == "hnsw":
-    index = (faiss.IndexHNSWFlat(dimension, c.links, ip) if plain
-             else faiss.IndexHNSWSQ(dimension, _QUANTIZERS[c.storage], c.links, ip))
+    index = (
+      faiss.IndexHNSWFlat(dimension, c.links, ip)
+      if plain
+      else faiss.IndexHNSWSQ(dimension, _QUANTIZERS[c.storage], c.links, ip)
+    )
     index.hnsw.efConstruction = c.ef_construction
     return index
   cells = faiss.IndexFlatIP(dimension)
@@ -65,13 +77,21 @@ def train(index: faiss.Index, config: IndexConfig, embeddings: Embeddings) -> No
   index.train(embeddings.take(rows))
 
 
-def build(config: IndexConfig, embeddings: Embeddings, directory: Path, *, save_every_s: float = 600.0,
-          free: int | None = None) -> pathlib.Path:
-  """Builds the index of all vectors in `directory`, or goes on where a build of the same settings stopped.
+def build(
+  config: IndexConfig,
+  embeddings: Embeddings,
+  directory: Path,
+  *,
+  save_every_s: float = 600.0,
+  free: int | None = None,
+) -> pathlib.Path:
+  """Builds the index of all vectors in `directory`, or goes on where a build of the same settings
+  stopped.
 
-  What was trained and added is saved after training and then every `save_every_s` seconds. Returns the
-  index's path. Raises MemoryError, before any work, where the index would not fit into free memory (`free`
-  bytes; None asks the system); ValueError where `directory` holds an index of other vectors or settings.
+  What was trained and added is saved after training and then every `save_every_s` seconds. Returns
+  the index's path. Raises MemoryError, before any work, where the index would not fit into free
+  memory (`free` bytes; None asks the system); ValueError where `directory` holds an index of other
+  vectors or settings.
   """
   directory = pathlib.Path(directory)
   count, dimension = len(embeddings), embeddings.dimension
@@ -79,7 +99,9 @@ def build(config: IndexConfig, embeddings: Embeddings, directory: Path, *, save_
   manifest = _manifest(config.settled(count, dimension), embeddings)
   if _is_built(directory, manifest):
     return path
-  memory.require(config, count, dimension, memory.build_bytes(config, count, dimension), "building", free)
+  memory.require(
+    config, count, dimension, memory.build_bytes(config, count, dimension), "building", free
+  )
   directory.mkdir(parents=True, exist_ok=True)
   index = _resume(partial, manifest)
   if index is None:
@@ -90,10 +112,14 @@ def build(config: IndexConfig, embeddings: Embeddings, directory: Path, *, save_
   add(index, config, embeddings, lambda: _save(index, partial), save_every_s)
   if index.ntotal != count:
     raise ValueError(
-        f"{partial} holds {index.ntotal:,} vectors of {count:,}; delete {directory} and build it again.")
+      f"{partial} holds {index.ntotal:,} vectors of {count:,}; delete {directory} and build it "
+      "again."
+    )
   _save(index, path)
-  manifests.write(directory / "manifest.json",
-                  manifest | {"index": manifest["index"] | {"bytes": path.stat().st_size}})
+  manifests.write(
+    directory / "manifest.json",
+    manifest | {"index": manifest["index"] | {"bytes": path.stat().st_size}},
+  )
   for left in (partial, directory / "partial.json"):
     left.unlink(missing_ok=True)
   return path
@@ -102,7 +128,10 @@ def build(config: IndexConfig, embeddings: Embeddings, directory: Path, *, save_
 def _manifest(settled: IndexConfig, embeddings: Embeddings) -> dict:
   kept = ("encoder", "corpus", "count", "dimension")
   return {name: embeddings.manifest[name] for name in kept} | {
-      "metric": "inner_product", "index": dataclasses.asdict(settled), "faiss": faiss.__version__}
+    "metric": "inner_product",
+    "index": dataclasses.asdict(settled),
+    "faiss": faiss.__version__,
+  }
 
 
 # Settings of searching, which a built index may change.
@@ -115,8 +144,10 @@ def _refuse_other(path, there: dict, wanted: dict) -> None:
   for name, value in wanted["index"].items():
     if name not in _SEARCHING and there.get("index", {}).get(name) != value:
       raise ValueError(
-          f"{path} was built with {name}={there.get('index', {}).get(name)!r}, not {value!r}; choose another "
-          "folder, or delete this one.")
+        f"{path} was built with {name}={there.get('index', {}).get(name)!r}, not {value!r}; choose "
+        "another "
+        "folder, or delete this one."
+      )
 
 
 def _is_built(directory, manifest) -> bool:
@@ -126,7 +157,9 @@ def _is_built(directory, manifest) -> bool:
   there = manifests.read(path)
   _refuse_other(path, there, manifest)
   if there["index"] != manifest["index"] | {"bytes": there["index"].get("bytes")}:
-    manifests.write(path, manifest | {"index": manifest["index"] | {"bytes": there["index"].get("bytes")}})
+    manifests.write(
+      path, manifest | {"index": manifest["index"] | {"bytes": there["index"].get("bytes")}}
+    )
   return True
 
 
@@ -144,14 +177,22 @@ def _save(index, path: pathlib.Path) -> None:
     faiss.write_index(index, str(aside))
     os.replace(aside, path)
   except RuntimeError as error:
-    raise OSError(f"{path} could not be written ({_first_line(error)}); is the disk full?") from error
+    raise OSError(
+      f"{path} could not be written ({_first_line(error)}); is the disk full?"
+    ) from error
   finally:
     aside.unlink(missing_ok=True)
 
 
-def add(index: faiss.Index, config: IndexConfig, embeddings: Embeddings, save: Callable[[], None],
-        save_every_s: float) -> None:
-  """Adds the vectors behind those that `index` holds, and calls `save` every `save_every_s` seconds."""
+def add(
+  index: faiss.Index,
+  config: IndexConfig,
+  embeddings: Embeddings,
+  save: Callable[[], None],
+  save_every_s: float,
+) -> None:
+  """Adds the vectors behind those that `index` holds, and calls `save` every `save_every_s`
+  seconds."""
   count = len(embeddings)
   _reserve(index, config, count)
   chunk = max(1, memory.CHUNK_BYTES // (4 * embeddings.dimension))
@@ -159,7 +200,9 @@ def add(index: faiss.Index, config: IndexConfig, embeddings: Embeddings, save: C
     chunk = min(chunk, 10_000)  # slow to add: so many take seconds
   saved_at = time.monotonic()
   many = count > 100_000
-  shown = Progress(count, "vectors indexed", done=index.ntotal) if many else contextlib.nullcontext()
+  shown = (
+    Progress(count, "vectors indexed", done=index.ntotal) if many else contextlib.nullcontext()
+  )
   with shown as progress:
     for start in range(index.ntotal, count, chunk):
       values = embeddings.read(start, min(count, start + chunk))
@@ -173,7 +216,9 @@ def add(index: faiss.Index, config: IndexConfig, embeddings: Embeddings, save: C
 
 def _reserve(index, config, count) -> None:
   """Memory for all codes at once: growing by doubling would hold them twice for a while."""
-  codes = {"flat": lambda: index, "hnsw": lambda: faiss.downcast_index(index.storage)}.get(config.kind)
+  codes = {"flat": lambda: index, "hnsw": lambda: faiss.downcast_index(index.storage)}.get(
+    config.kind
+  )
   if codes is not None and isinstance(codes(), faiss.IndexFlatCodes):
     vector, used = codes().codes, codes().codes.size()
     vector.resize(count * codes().code_size)
@@ -185,19 +230,27 @@ def _read(path, flags: int = 0) -> faiss.Index:
     return faiss.read_index(str(path), flags)
   except RuntimeError as error:
     raise ValueError(
-        f"{path} is damaged or cut short ({_first_line(error)}); build the index again.") from error
+      f"{path} is damaged or cut short ({_first_line(error)}); build the index again."
+    ) from error
 
 
 def _first_line(error) -> str:
   return (str(error).splitlines() or [""])[0][:200]
 
 
-def load(directory: Path, *, mapped: bool = True, probes: int | None = None, ef_search: int | None = None,
-         free: int | None = None) -> tuple[faiss.Index, dict]:
+def load(
+  directory: Path,
+  *,
+  mapped: bool = True,
+  probes: int | None = None,
+  ef_search: int | None = None,
+  free: int | None = None,
+) -> tuple[faiss.Index, dict]:
   """Opens a built index; returns it and its manifest.
 
   Args:
-    mapped: leave the index on disk and map it into memory, so that several processes share it and it is ready
+    mapped: leave the index on disk and map it into memory, so that several processes share it and
+    it is ready
       at once; False reads it.
     probes, ef_search: how thoroughly ivf_* and hnsw search; None is what the manifest says.
     free: bytes that may be spent; None asks the system.
@@ -210,29 +263,39 @@ def load(directory: Path, *, mapped: bool = True, probes: int | None = None, ef_
   count, dimension = manifest["count"], manifest["dimension"]
   names = {field.name for field in dataclasses.fields(IndexConfig)}
   try:
-    config = IndexConfig(**{"kind": manifest["index"]["kind"]}
-                         | {name: value for name, value in manifest["index"].items() if name in names})
+    config = IndexConfig(
+      **{"kind": manifest["index"]["kind"]}
+      | {name: value for name, value in manifest["index"].items() if name in names}
+    )
   except (KeyError, TypeError, AttributeError) as error:
     raise ValueError(
-        f"{directory / 'manifest.json'} does not describe an index ({error}); build it again.") from error
+      f"{directory / 'manifest.json'} does not describe an index ({error}); build it again."
+    ) from error
   changes = {"probes": probes, "ef_search": ef_search}
-  config = dataclasses.replace(config,
-                               **{name: value for name, value in changes.items() if value is not None})
+  config = dataclasses.replace(
+    config, **{name: value for name, value in changes.items() if value is not None}
+  )
   config = config.settled(count, dimension)
   path = directory / FILE
   if not path.is_file():
-    raise FileNotFoundError(f"{path} does not exist; build the index with experiments/build_index.py.")
+    raise FileNotFoundError(
+      f"{path} does not exist; build the index with experiments/build_index.py."
+    )
   needed = (memory.touched_bytes if mapped else memory.index_bytes)(config, count, dimension)
   memory.require(config, count, dimension, needed, "searching", free)
   index = _read(path, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY if mapped else 0)
   if not isinstance(index, CLASSES[config.kind]) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
     raise ValueError(
-        f"{path} holds a {type(index).__name__} of another kind or metric than {config.kind} by inner product, "
-        "which its manifest says; build the index again.")
+      f"{path} holds a {type(index).__name__} of another kind or metric than {config.kind} by "
+      "inner product, "
+      "which its manifest says; build the index again."
+    )
   if (index.ntotal, index.d) != (count, dimension):
     raise ValueError(
-        f"{path} holds {index.ntotal:,} vectors of {index.d}, its manifest says {count:,} of {dimension}; "
-        "build the index again.")
+      f"{path} holds {index.ntotal:,} vectors of {index.d}, its manifest says {count:,} of "
+      f"{dimension}; "
+      "build the index again."
+    )
   set_search(index, config)
   return index, manifest | {"index": manifest["index"] | dataclasses.asdict(config)}
 

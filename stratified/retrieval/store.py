@@ -3,9 +3,9 @@
     store = PassageStore("wiki18.jsonl", offsets="wiki18-offsets.npy")
     store[20_000_000].contents
 
-Twenty-one million passages take 15 GB as text and several times that as Python objects; here they take eight
-bytes each, memory-mapped. A .gz corpus can't be read from the middle: it is unpacked into memory, so it
-should be small.
+Twenty-one million passages take 15 GB as text and several times that as Python objects; here they
+take eight bytes each, memory-mapped. A .gz corpus can't be read from the middle: it is unpacked
+into memory, so it should be small.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,11 @@ import numpy as np
 
 from stratified.progress import Progress
 from stratified.retrieval.corpus import (
-    Passage, RetrieverError, corpus_digest, json_object, passage_from_record)
+  corpus_digest,
+  json_object,
+  passage_from_record,
+  RetrieverError,
+)
 
 Path = str | os.PathLike
 
@@ -30,21 +34,24 @@ _SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
 
 
 class PassageStore(Sequence):
-  """The passages of a JSON Lines corpus (`corpus.read_corpus` says in which form), by row from 0, read on
-  demand.
+  """The passages of a JSON Lines corpus (`corpus.read_corpus` says in which form), by row from 0,
+  read on demand.
 
   Several threads may read one store.
   """
 
   def __init__(self, path: Path, *, offsets: Path | None = None):
-    """Opens a corpus; its lines are found and checked once, then remembered in the file `offsets` (.npy).
+    """Opens a corpus; its lines are found and checked once, then remembered in the file `offsets`
+    (.npy).
 
-    Raises FileNotFoundError without the corpus; ValueError where a line is no passage, an id comes twice, the
-    file holds none, or a .gz file is damaged or unpacks to more than 4 GiB.
+    Raises FileNotFoundError without the corpus; ValueError where a line is no passage, an id comes
+    twice, the file holds none, or a .gz file is damaged or unpacks to more than 4 GiB.
     """
     self.path = pathlib.Path(path)
     if not self.path.is_file():
-      raise FileNotFoundError(f"the corpus {self.path} does not exist; name a JSON Lines file of passages.")
+      raise FileNotFoundError(
+        f"the corpus {self.path} does not exist; name a JSON Lines file of passages."
+      )
     self._read, self.num_bytes = _reader(self.path)
     sample = sample_digest(self._read, self.num_bytes)
     kept = None if offsets is None else pathlib.Path(offsets)
@@ -56,8 +63,11 @@ class PassageStore(Sequence):
         found = _load_offsets(kept, self.num_bytes, sample)
     digest, self._offsets = found
     self.manifest = {
-        "path": str(self.path.resolve()), "count": len(self), "digest": digest, "bytes": self.num_bytes,
-        "sample_sha256": sample
+      "path": str(self.path.resolve()),
+      "count": len(self),
+      "digest": digest,
+      "bytes": self.num_bytes,
+      "sample_sha256": sample,
     }
 
   def __len__(self) -> int:
@@ -74,10 +84,13 @@ class PassageStore(Sequence):
     try:
       return passage_from_record(json_object(self._read(start, end), where), where)
     except (ValueError, OSError) as error:
-      raise RetrieverError(f"{error} (the corpus was changed after it was opened; open it again)") from error
+      raise RetrieverError(
+        f"{error} (the corpus was changed after it was opened; open it again)"
+      ) from error
 
   def sha256(self) -> str:
-    """SHA-256 of the whole (unpacked) corpus; `manifest` holds only that of a sample, which takes no time."""
+    """SHA-256 of the whole (unpacked) corpus; `manifest` holds only that of a sample, which takes
+    no time."""
     digest = hashlib.sha256()
     for start in range(0, self.num_bytes, 1 << 24):
       digest.update(self._read(start, min(self.num_bytes, start + (1 << 24))))
@@ -105,13 +118,16 @@ def _unpacked(path: pathlib.Path) -> bytes:
     raise ValueError(f"{path}: the compressed file is damaged ({error}); get it again.") from error
   if len(data) > _MOST_UNPACKED:
     raise ValueError(
-        f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB; unpack it with gzip -d, so that passages "
-        "can be read where they lie.")
+      f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB; unpack it with gzip -d, so that "
+      "passages "
+      "can be read where they lie."
+    )
   return data
 
 
 def sample_digest(read: Callable[[int, int], bytes], num_bytes: int) -> str:
-  """SHA-256 of the length and 256 blocks of 64 KiB spread evenly over the file; of all of it up to 16 MiB."""
+  """SHA-256 of the length and 256 blocks of 64 KiB spread evenly over the file; of all of it up to
+  16 MiB."""
   digest = hashlib.sha256(b"%d:" % num_bytes)
   if num_bytes <= _SAMPLES * _SAMPLE_BYTES:
     starts = range(0, num_bytes, _SAMPLE_BYTES)
@@ -123,8 +139,8 @@ def sample_digest(read: Callable[[int, int], bytes], num_bytes: int) -> str:
 
 
 def _scan(path, read, num_bytes) -> tuple[str, np.ndarray]:
-  """(corpus.corpus_digest, where each passage starts, uint64 [count + 1], the last being the end); checks
-  every line.
+  """(corpus.corpus_digest, where each passage starts, uint64 [count + 1], the last being the end);
+  checks every line.
 
   Blank lines belong to the passage in front of them, those at the very start are skipped.
   """
@@ -135,7 +151,9 @@ def _scan(path, read, num_bytes) -> tuple[str, np.ndarray]:
     for line, (start, raw) in enumerate(_lines(read, num_bytes), start=1):
       end = start + len(raw)
       if not raw.isspace():
-        passage = passage_from_record(json_object(raw, f"{path}, line {line}"), f"{path}, line {line}")
+        passage = passage_from_record(
+          json_object(raw, f"{path}, line {line}"), f"{path}, line {line}"
+        )
         starts.append(start)
         ids.append(hashlib.blake2b(passage.id.encode(), digest_size=8).digest())
         yield passage
@@ -143,7 +161,11 @@ def _scan(path, read, num_bytes) -> tuple[str, np.ndarray]:
         progress.update((end >> 20) - (start >> 20))
 
   many = num_bytes > _MANY_BYTES
-  with Progress(num_bytes >> 20, "MiB of corpus scanned") if many else contextlib.nullcontext() as progress:
+  with (
+    Progress(num_bytes >> 20, "MiB of corpus scanned")
+    if many
+    else contextlib.nullcontext() as progress
+  ):
     digest = corpus_digest(passages(progress))
   if not starts:
     raise ValueError(f"{path} holds no passage; it must hold one JSON object a line.")
@@ -170,9 +192,10 @@ def _refuse_repeated_ids(path, ids: list[bytes]) -> None:
   order = np.argsort(values, kind="stable")
   same = np.flatnonzero(values[order][1:] == values[order][:-1])
   if len(same):
-    first, second = sorted(order[same[0]:same[0] + 2].tolist())
+    first, second = sorted(order[same[0] : same[0] + 2].tolist())
     raise ValueError(
-        f"{path}: passages {first + 1:,} and {second + 1:,} have the same id; ids must be unique.")
+      f"{path}: passages {first + 1:,} and {second + 1:,} have the same id; ids must be unique."
+    )
 
 
 def _save_offsets(path: pathlib.Path, sample: str, digest: str, offsets: np.ndarray) -> None:
@@ -183,7 +206,9 @@ def _save_offsets(path: pathlib.Path, sample: str, digest: str, offsets: np.ndar
   os.replace(partial, path)
 
 
-def _load_offsets(path: pathlib.Path | None, num_bytes: int, sample: str) -> tuple[str, np.ndarray] | None:
+def _load_offsets(
+  path: pathlib.Path | None, num_bytes: int, sample: str
+) -> tuple[str, np.ndarray] | None:
   """The remembered digest and offsets, memory-mapped; None where there are none of this corpus."""
   if path is None or not path.is_file():
     return None
@@ -191,6 +216,11 @@ def _load_offsets(path: pathlib.Path | None, num_bytes: int, sample: str) -> tup
     values = np.load(path, mmap_mode="r", allow_pickle=False)
   except (ValueError, OSError, EOFError):
     return None
-  if values.dtype != np.uint64 or values.ndim != 1 or len(values) < 7 or values[:4].tobytes().hex() != sample:
+  if (
+    values.dtype != np.uint64
+    or values.ndim != 1
+    or len(values) < 7
+    or values[:4].tobytes().hex() != sample
+  ):
     return None
   return (values[4:5].tobytes().hex(), values[5:]) if int(values[-1]) <= num_bytes else None

@@ -1,11 +1,13 @@
-"""The wire format of a retrieval server, Search-R1's: what goes over HTTP as JSON, and nothing that sends it.
+"""The wire format of a retrieval server, Search-R1's: what goes over HTTP as JSON, and nothing that
+sends it.
 
     POST /retrieve  {"queries": ["who ...", ...], "topk": 3, "return_scores": true}
-    200  {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 1.5}, ...], ...]}
+    200  {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 1.5},
+         ...], ...]}
 
-Without `return_scores` (it is false where it is left out) an item is the bare document. `query` may stand for
-`queries` and be a single string; `topk` null, 0 or left out is the server's default. An error is
-{"error": "one sentence"} with a status of 400 or more.
+Without `return_scores` (it is false where it is left out) an item is the bare document. `query` may
+stand for `queries` and be a single string; `topk` null, 0 or left out is the server's default. An
+error is {"error": "one sentence"} with a status of 400 or more.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,8 @@ from typing import Any
 from stratified.retrieval.corpus import Passage, passage_from_contents
 
 PATH, HEALTH_PATH = "/retrieve", "/health"
-# Reply header: which index found this, as `digest` of its manifest, so that a client notices another one.
+# Reply header: which index found this, as `digest` of its manifest, so that a client notices
+# another one.
 INDEX_HEADER = "x-retriever-index"
 
 
@@ -65,15 +68,21 @@ def request_body(queries: Sequence[str], topk: int) -> bytes:
 
 
 def parse_request(body: bytes, *, default_topk: int, bounds: Bounds) -> Ask:
-  """Reads the body of a request; raises BadRequest, which names the field, the value and what it must be."""
+  """Reads the body of a request; raises BadRequest, which names the field, the value and what it
+  must be."""
   try:
     record = json.loads(body)
   except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
     raise BadRequest(f"the body is not JSON ({error})") from error
   if not isinstance(record, dict):
-    raise BadRequest(f"the body is a JSON {type(record).__name__}; it must be an object with queries")
-  return Ask(_queries(record, bounds), _topk(record.get("topk"), default_topk, bounds),
-             _return_scores(record))
+    raise BadRequest(
+      f"the body is a JSON {type(record).__name__}; it must be an object with queries"
+    )
+  return Ask(
+    _queries(record, bounds),
+    _topk(record.get("topk"), default_topk, bounds),
+    _return_scores(record),
+  )
 
 
 def _queries(record: dict, bounds: Bounds) -> tuple[str, ...]:
@@ -84,18 +93,27 @@ def _queries(record: dict, bounds: Bounds) -> tuple[str, ...]:
   name, value = given[0], record[given[0]]
   queries = [value] if isinstance(value, str) else value
   if not isinstance(queries, list):
-    raise BadRequest(f"{name} is a JSON {type(value).__name__}; it must be a list of strings, or one string")
+    raise BadRequest(
+      f"{name} is a JSON {type(value).__name__}; it must be a list of strings, or one string"
+    )
   if len(queries) > bounds.max_queries:
     raise BadRequest(
-        f"{name} holds {len(queries)} queries, more than {bounds.max_queries}; send fewer at once", 413)
+      f"{name} holds {len(queries)} queries, more than {bounds.max_queries}; send fewer at once",
+      413,
+    )
   for at, query in enumerate(queries):
     if not isinstance(query, str):
-      raise BadRequest(f"{name}[{at}] is a JSON {type(query).__name__}; each query must be a string")
+      raise BadRequest(
+        f"{name}[{at}] is a JSON {type(query).__name__}; each query must be a string"
+      )
     if len(query) > bounds.max_query_characters:
-      raise BadRequest(f"{name}[{at}] has {len(query)} characters, more than {bounds.max_query_characters}",
-                       413)
+      raise BadRequest(
+        f"{name}[{at}] has {len(query)} characters, more than {bounds.max_query_characters}", 413
+      )
     if not _encodable(query):
-      raise BadRequest(f"{name}[{at}] holds half of a surrogate pair, which no tokenizer can encode")
+      raise BadRequest(
+        f"{name}[{at}] holds half of a surrogate pair, which no tokenizer can encode"
+      )
   return tuple(queries)
 
 
@@ -103,8 +121,10 @@ def _topk(value: Any, default: int, bounds: Bounds) -> int:
   if value is None:
     return default
   if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= bounds.max_topk:
-    raise BadRequest(f"topk is {_some(value)}; it must be a whole number from 1 to {bounds.max_topk}, "
-                     f"or 0 or null for {default}")
+    raise BadRequest(
+      f"topk is {_some(value)}; it must be a whole number from 1 to {bounds.max_topk}, "
+      f"or 0 or null for {default}"
+    )
   return value or default
 
 
@@ -130,8 +150,10 @@ def _encodable(text: str) -> bool:
 
 def reply_body(results: Sequence[Sequence[Passage]], *, return_scores: bool) -> bytes:
   """The body of a reply. A score that JSON has no number for (none, NaN, infinite) is null."""
-  return json.dumps({"result": [[_item(p, return_scores) for p in passages] for passages in results]},
-                    allow_nan=False).encode()
+  return json.dumps(
+    {"result": [[_item(p, return_scores) for p in passages] for passages in results]},
+    allow_nan=False,
+  ).encode()
 
 
 def _item(passage: Passage, with_score: bool) -> dict:
@@ -140,7 +162,8 @@ def _item(passage: Passage, with_score: bool) -> dict:
 
 
 def _document(passage: Passage) -> dict:
-  """`id` and `contents`; title and text too where `contents` alone would be taken apart in another place."""
+  """`id` and `contents`; title and text too where `contents` alone would be taken apart in another
+  place."""
   document = {"id": passage.id, "contents": passage.contents}
   if passage_from_contents(passage.id, passage.contents) != passage:
     document |= {"title": passage.title, "text": passage.text}
@@ -153,7 +176,8 @@ def _finite(score: Any) -> float | None:
 
 
 def parse_reply(body: bytes, *, count: int, topk: int) -> list[list[Passage]]:
-  """The passages of each of `count` queries, at most `topk` each; raises ValueError where it makes no sense."""
+  """The passages of each of `count` queries, at most `topk` each; raises ValueError where it makes
+  no sense."""
   try:
     record = json.loads(body)
   except (ValueError, RecursionError) as error:
@@ -165,7 +189,9 @@ def parse_reply(body: bytes, *, count: int, topk: int) -> list[list[Passage]]:
     raise ValueError(f"the reply holds {len(results)} results for {count} queries")
   for passages in results:
     if not isinstance(passages, list):
-      raise ValueError(f"a result of the reply is a JSON {type(passages).__name__}, not a list of passages")
+      raise ValueError(
+        f"a result of the reply is a JSON {type(passages).__name__}, not a list of passages"
+      )
   return [[_passage(item) for item in passages[:topk]] for passages in results]
 
 
@@ -178,7 +204,9 @@ def _passage(item: Any) -> Passage:
     id = str(id)
   strings = lambda *values: all(isinstance(value, str) and _encodable(value) for value in values)
   if not strings(id):
-    raise ValueError(f"a passage of the reply has the id {_some(id)}; it must be a string or a whole number")
+    raise ValueError(
+      f"a passage of the reply has the id {_some(id)}; it must be a string or a whole number"
+    )
   score = _finite(item.get("score"))
   if strings(title, text):
     return Passage(id, title, text, score)

@@ -11,16 +11,22 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "third_party" / "sglang"))  # small_checkpoint
 import small_checkpoint  # noqa: E402
 
-from experiments.soak_sglang import RealServer
+from experiments.benchmarks.soak_sglang import RealServer
 from stratified.data import tokenizer as tokenizers
-from stratified.policy import hugging_face
-from stratified.rollout.sglang.members import FleetConfig
-from stratified.rollout.sglang.publish import PublishConfig, Publisher
-from stratified.rollout.sglang_sampler import Servers
+from stratified.policy.files import hugging_face
+from stratified.sampling.sglang.members import FleetConfig
+from stratified.sampling.sglang.publish import PublishConfig, Publisher
+from stratified.sampling.sglang.sampler import Servers
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
-HELPER = ("env", f"PYTHONPATH={ROOT / 'third_party' / 'sglang' / 'standins'}", "SGLANG_USE_CPU_ENGINE=1", "OMP_NUM_THREADS=1",
-          str(PYTHON), str(ROOT / "third_party" / "sglang" / "broadcast.py"))
+HELPER = (
+  "env",
+  f"PYTHONPATH={ROOT / 'third_party' / 'sglang' / 'standins'}",
+  "SGLANG_USE_CPU_ENGINE=1",
+  "OMP_NUM_THREADS=1",
+  str(PYTHON),
+  str(ROOT / "third_party" / "sglang" / "broadcast.py"),
+)
 LENGTH = 256
 
 
@@ -59,20 +65,39 @@ def model(model_directory):
 def params_of(model, model_directory):
   """params_of(n): parameters that differ with n; 0 are the directory's own."""
   first = hugging_face.load_params(model_directory, model, dtype="float32")
-  return lambda n: {name: value * (1 + 0.1 * n) if value.ndim > 2 else value for name, value in first.items()}
+  return lambda n: {
+    name: value * (1 + 0.1 * n) if value.ndim > 2 else value for name, value in first.items()
+  }
 
 
 @pytest.fixture
 def connect(model, tokenizer):
   """connect(servers, sync=..., interrupt=..., mesh=..., **settings of the fleet) as a context."""
+
   @contextlib.contextmanager
   def connected(servers, *, sync="disk", directory="", interrupt=False, mesh=None, **changes):
-    settings = dict(start_s=30.0, outage_s=240.0, timeout_s=120.0, health_s=20.0, update_s=120.0, in_flight=16) | changes
-    publisher = Publisher(model, PublishConfig(sync=sync, directory=str(directory), group_command=HELPER, bucket_bytes=2**17),
-                          avoid=tokenizer.eos_id, mesh=mesh)
-    with Servers(FleetConfig(tuple(server.url for server in servers), **settings), publisher, vocab_size=model.vocab_size,
-                 eos_id=tokenizer.eos_id, max_tokens=LENGTH, interrupt=interrupt) as found:
+    settings = (
+      dict(
+        start_s=30.0, outage_s=240.0, timeout_s=120.0, health_s=20.0, update_s=120.0, in_flight=16
+      )
+      | changes
+    )
+    publisher = Publisher(
+      model,
+      PublishConfig(sync=sync, directory=str(directory), group_command=HELPER, bucket_bytes=2**17),
+      avoid=tokenizer.eos_id,
+      mesh=mesh,
+    )
+    with Servers(
+      FleetConfig(tuple(server.url for server in servers), **settings),
+      publisher,
+      vocab_size=model.vocab_size,
+      eos_id=tokenizer.eos_id,
+      max_tokens=LENGTH,
+      interrupt=interrupt,
+    ) as found:
       yield found
+
   return connected
 
 

@@ -1,24 +1,28 @@
-"""Real servers that are killed, stopped and restarted in the middle of a step: nothing lost, nothing wrong.
+"""Real servers that are killed, stopped and restarted in the middle of a step: nothing lost,
+nothing wrong.
 
-The scripted servers of test_sglang_client.py go through many more faults in less time; these show that the real one
-behaves as they do.
+The scripted servers of test_sglang_client.py go through many more faults in less time; these show
+that the real one behaves as they do.
 """
 
 import signal
 import threading
 import time
 
-import pytest
-
 from conftest import LENGTH
-from stratified.rollout.sampler import Request
-from stratified.rollout.sglang.errors import SamplerError
-from stratified.rollout.sglang_sampler import Sampling, SglangSampler
+import pytest
 from test_real_servers import CLOSE, gap
+
+from stratified.sampling.interface import Request
+from stratified.sampling.sglang.errors import SamplerError
+from stratified.sampling.sglang.sampler import Sampling, SglangSampler
 
 
 def requests(count, tokens=100):
-  return [Request((0, i // 4, i % 4), tuple(range(20 + i // 4, 44 + i // 4)), tokens) for i in range(count)]
+  return [
+    Request((0, i // 4, i % 4), tuple(range(20 + i // 4, 44 + i // 4)), tokens)
+    for i in range(count)
+  ]
 
 
 def run_while(sampler, wanted, fault):
@@ -45,7 +49,9 @@ def until(condition, seconds=240):
     time.sleep(0.2)
 
 
-def test_a_server_killed_in_the_middle_of_a_step_and_restarted_empty(real_servers, connect, model, params_of):
+def test_a_server_killed_in_the_middle_of_a_step_and_restarted_empty(
+  real_servers, connect, model, params_of
+):
   first, second = real_servers
   with connect(real_servers, sync="disk") as servers:
     sampler = SglangSampler(servers, Sampling())
@@ -68,7 +74,13 @@ def test_a_server_that_hangs_is_left_out_and_taken_back(real_servers, connect, m
     wanted = requests(48)
     try:
       began = time.monotonic()
-      check(model, params_of(1), wanted, run_while(sampler, wanted, lambda: first.signal(signal.SIGSTOP)), 1)
+      check(
+        model,
+        params_of(1),
+        wanted,
+        run_while(sampler, wanted, lambda: first.signal(signal.SIGSTOP)),
+        1,
+      )
       assert time.monotonic() - began < 60 and servers.usable == [second.url]
       sampler.load(params_of(2), 2)  # an update without it
     finally:
@@ -94,7 +106,9 @@ def test_a_group_goes_on_with_the_servers_that_are_left(real_servers, connect, m
     assert len(servers.usable) == 2
 
 
-def test_the_last_server_killed_stops_the_run_in_time_with_a_sentence(real_servers, connect, params_of):
+def test_the_last_server_killed_stops_the_run_in_time_with_a_sentence(
+  real_servers, connect, params_of
+):
   first, _ = real_servers
   with connect([first], outage_s=3.0, health_every_s=0.5) as servers:
     sampler = SglangSampler(servers, Sampling())

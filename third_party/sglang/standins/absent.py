@@ -1,7 +1,8 @@
-"""Modules whose names exist and whose contents don't: importing them works, calling anything in them raises.
+"""Modules whose names exist and whose contents don't: importing them works, calling anything in
+them raises.
 
-An SGLang server on CPU imports two packages that need CUDA and calls nothing in them. Put on PYTHONPATH by `launch.sh`
-for a server on CPU only, never on a GPU host.
+An SGLang server on CPU imports two packages that need CUDA and calls nothing in them. Put on
+PYTHONPATH by `launch.sh` for a server on CPU only, never on a GPU host.
 """
 
 import importlib.abc
@@ -11,14 +12,17 @@ import types
 
 
 class Absent:
-  """A name of an absent package: it may be passed around, subclassed and asked for further names; used, it raises."""
+  """A name of an absent package: it may be passed around, subclassed and asked for further names;
+  used, it raises."""
 
   def __init__(self, name: str = "a base class", *_, **__):
     self._name = name
 
   def __call__(self, *_, **__):
-    raise RuntimeError(f"{self._name} was called, but this server runs on CPU with a stand-in that holds names only; "
-                       "choose settings that don't need it, or run the server on a GPU with the real package")
+    raise RuntimeError(f"{self._name} was called, but this server runs on CPU with a stand-in that "
+                       "holds names only; "
+                       "choose settings that don't need it, or run the server on a GPU with the "
+                       "real package")
 
   def __getattr__(self, name: str):
     if name.startswith("__"):

@@ -1,0 +1,388 @@
+"""One rollout as a generator: it yields what it needs and is sent the result.
+
+    yield Request(...)  -> is sent the Completion
+    yield Lookup(...)   -> is sent one list of passages per query, or the RetrieverError
+    return Trajectory
+
+The generator holds the context, the budgets and the turns of one rollout and waits for nothing
+itself, so `loop.collect` runs many of them against one sampler and one retriever. Another kind of
+agent (retrieve first, then answer; search after each sentence) is another generator with the
+arguments of `run`: methods.py has them. A protocol may bring
+
+    rollout    its generator in place of `run`
+    parts      `parts(question)`: the prompt's text in pieces, of which `prompt` is the first
+    searches   (least, most) searches of a rollout; most None where max_turns bounds them
+    ends_turns true where each turn ends with the end-of-text token: fed where the policy did not
+    come to it
+
+A request's key names the rollout it continues. A generation beside the rollout, with a context of
+its own, has a `side_key`, which no rollout has.
+
+Token ids are kept as sampled and as fed: text is decoded to find tags, never encoded again.
+"""
+
+from collections.abc import Callable, Generator
+import dataclasses
+from typing import Any
+
+from stratified.agents.limits import fit, Limits, smallest_observation
+from stratified.agents.tags import Action, SearchTags
+from stratified.retrieval.corpus import RetrieverError
+from stratified.sampling.interface import Completion, Request
+from stratified.types import Origin, Question, Search, Segment, Trajectory, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+  """Queries to run, each one an executed search."""
+
+  queries: tuple[str, ...]
+
+
+Rollout = Generator[Request | Lookup, Any, Trajectory]
+# The turns of a rollout; they return the answer, None where there is none, and what ended the
+# rollout.
+Turns = Generator[Request | Lookup, Any, tuple[str | None, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """What all rollouts of a call share.
+
+  encode, decode: the tokenizer's, between text and a tuple of token ids. weight_version: see
+  Trajectory.
+  """
+
+  encode: Callable[[str], tuple[int, ...]]
+  decode: Callable[[tuple[int, ...]], str]
+  eos_id: int
+  protocol: SearchTags
+  limits: Limits
+  weight_version: int
+
+
+class Fault(Exception):
+  """Something outside the policy broke; the sentence becomes the trajectory's `fault`."""
+
+
+def check(setting: Setting):
+  """Raises ValueError, before any work, for limits that the protocol cannot keep to.
+
+  max_observation_tokens must hold what is fed whole, max_turns and forced_searches the searches it
+  makes.
+  """
+  _check_searches(setting.limits, getattr(setting.protocol, "searches", (0, None)))
+  limit = setting.limits.max_observation_tokens
+  fixed = {
+    "the tags around one token of a passage": smallest_observation(
+      setting.protocol.information([]), setting.encode
+    )
+  }
+  if "search" in getattr(
+    setting.protocol, "actions", ("search", "answer")
+  ):  # else nothing is ever corrected
+    fixed["the corrective observation"] = len(setting.encode(setting.protocol.corrective))
+  for what, needed in fixed.items():
+    if needed > limit:
+      raise ValueError(
+        f"max_observation_tokens is {limit}, but {what} takes {needed} tokens; "
+        f"raise it to at least {max(fixed.values())}"
+      )
+
+
+def _check_searches(limits: Limits, searches: tuple[int, int | None]):
+  least, most = searches
+  if limits.max_turns < least:
+    raise ValueError(
+      f"max_turns is {limits.max_turns}, but the protocol searches at least {least} time"
+      f"{'s' * (least != 1)}; raise it to at least {least}"
+    )
+  forced = limits.forced_searches
+  if forced is not None and (forced < least or most is not None and forced > most):
+    span = f"exactly {least}" if least == most else f"at least {least}"
+    raise ValueError(
+      f"forced_searches is {forced}, but a rollout of this protocol makes {span}; "
+      "choose such a number or leave it None"
+    )
+
+
+def prompt_pieces(setting: Setting, question: str) -> list[tuple[int, ...]]:
+  """Token ids of the prompt, in the pieces that the protocol cuts it into."""
+  protocol = setting.protocol
+  texts = protocol.parts(question) if hasattr(protocol, "parts") else (protocol.prompt(question),)
+  return [setting.encode(text) for text in texts]
+
+
+def prompt_fault(setting: Setting, pieces: list[tuple[int, ...]]) -> str | None:
+  """Why this prompt cannot be used (the question is never cut), None where it can."""
+  limits, between = setting.limits, 0
+  if len(pieces) > 1:
+    between = smallest_observation(setting.protocol.information([]), setting.encode)
+  taken = sum(map(len, pieces)) + between
+  needed = taken + limits.answer_tokens + len(opening(setting, 0))
+  if needed <= limits.max_tokens:
+    return None
+  return (
+    f"the prompt takes {taken} tokens, which leaves no room for an answer of "
+    f"{limits.answer_tokens} within max_tokens ({limits.max_tokens}); raise it to at least {needed}"
+  )
+
+
+def _forced(limits: Limits, num_searches: int) -> str | None:
+  """The kind of action that is forced after `num_searches` searches, None where the policy
+  chooses."""
+  if limits.forced_searches is None:
+    return None
+  return "search" if num_searches < limits.forced_searches else "answer"
+
+
+def opening(setting: Setting, num_searches: int) -> tuple[int, ...]:
+  """What is fed to force the action after `num_searches` searches."""
+  forced = _forced(setting.limits, num_searches)
+  return setting.encode(setting.protocol.opening(forced)) if forced else ()
+
+
+def side_key(key: tuple[int, int, int], number: int, limits: Limits) -> tuple[int, int, int]:
+  """The key of the `number`-th generation beside a rollout: a negative sample, so no rollout's,
+  each its own."""
+  step, question, sample = key
+  return step, question, -1 - (sample * (limits.max_turns + 2) + number)
+
+
+def run(
+  setting: Setting, question: Question, key: tuple[int, int, int], prompt_ids: tuple[int, ...]
+) -> Rollout:
+  """The search agent: generate, act, observe, until an answer, the last turn or the end of a
+  budget.
+
+  Turns 0 to max_turns - 1 may search; the generation after them may only answer. A turn that
+  neither searches nor answers is met with the protocol's corrective observation and costs a turn. A
+  search that no turn or no room is left for is not run and does not count.
+  """
+  agent = Agent(setting, question, key, prompt_ids)
+  return (yield from agent.to_end(agent.take_turns()))
+
+
+class Agent:
+  """The state of one rollout (its context, segments and turns) and the moves that generators are
+  made of."""
+
+  def __init__(self, setting, question, key, prompt_ids):
+    self.setting, self.question, self.key = setting, question, key
+    self.context = prompt_ids
+    self.segments = [Segment(prompt_ids, "prompt")]
+    self.turns = []
+    self.num_side, self.side_tokens = 0, 0
+
+  def to_end(self, turns: Turns) -> Rollout:
+    """Runs the turns; the trajectory, also where something outside the policy broke."""
+    try:
+      answer, stop = yield from turns
+    except Fault as fault:
+      return self.trajectory(None, "fault", str(fault))
+    return self.trajectory(answer, stop)
+
+  def take_turns(self, digest: Callable | None = None) -> Turns:
+    """Searches and corrections until an answer, the last turn or the end of a budget.
+
+    digest: a generator that makes the Information to feed of (agent, queries, passages of each).
+    """
+    limits = self.setting.limits
+    self.feed(opening(self.setting, 0))
+    for turn in range(limits.max_turns + 1):
+      text, action = yield from self.generate(final=turn == limits.max_turns)
+      if action.kind == "answer":
+        self.turns.append(Turn("answer", text))
+        return action.answer, "answer"
+      if turn == limits.max_turns:
+        self.turns.append(Turn(action.kind, text))
+        break
+      if action.kind == "search":
+        observation = yield from self.search(text, action.queries, digest, action.calls)
+      else:
+        observation = self.correct(text)
+      if observation is None:
+        return None, "length"
+      self.feed(observation)
+      self.feed(opening(self.setting, self.num_searches()))
+    return None, "turns" if self.room() else "length"
+
+  def generate(
+    self, final: bool, forced: str | None = None
+  ) -> Generator[Request, Completion, tuple[str, Action]]:
+    """One generation: its text, and what it asks for.
+
+    forced: the action whose opening has been fed, by default the one that the limits force.
+    """
+    protocol, limits = self.setting.protocol, self.setting.limits
+    forced = forced or _forced(limits, self.num_searches())
+    stops = (protocol.closing(forced),) if forced else protocol.stops
+    text = yield from self.sample(stops, last=final or forced == "answer")
+    if not forced:
+      return text, protocol.parse(text)
+    begun = protocol.opening(forced) + text
+    action = protocol.parse(begun, forced)
+    if action.kind == "invalid":
+      # begun for the policy and not closed by it: closed here, so that exactly the forced searches
+      # are made
+      closing = self.setting.encode(protocol.closing(forced))
+      self.feed(closing if len(closing) <= self.room() else ())
+      action = protocol.parse(begun + protocol.closing(forced), forced)
+    return text, action
+
+  def sample(self, stops: tuple[str, ...], *, last: bool = False, reserve: int = 0):
+    """Lets the policy go on until one of `stops`, `reserve` tokens before the end of the budget;
+    its text."""
+    longest = min(self.setting.limits.max_turn_tokens, self.room() - reserve)
+    request = Request(self.key, self.context, longest, stops, last)
+    token_ids = self.sampled((yield request))
+    self.check_end(token_ids, request)
+    return self.decode(token_ids)
+
+  def sampled(self, completion: Completion) -> tuple[int, ...]:
+    """Takes over what was sampled, a lost generation's beginning too."""
+    token_ids, log_probs = tuple(completion.token_ids), tuple(completion.log_probs)
+    lost = completion.finish == "fault"
+    if token_ids and not (lost and len(log_probs) != len(token_ids)):
+      self.context += token_ids
+      self.segments.append(
+        Segment(token_ids, "policy", log_probs, tuple(completion.weight_versions))
+      )
+    if lost:
+      raise Fault(completion.fault or "the sampler lost this generation without saying why")
+    return token_ids
+
+  def beside(self, context: tuple[int, ...], max_new_tokens: int, stops: tuple[str, ...]):
+    """A generation with a context of its own, which leaves the rollout's as it is; its text."""
+    request = Request(
+      side_key(self.key, self.num_side, self.setting.limits),
+      context,
+      max_new_tokens,
+      stops,
+      last=True,
+    )
+    self.num_side += 1
+    completion = yield request
+    token_ids = tuple(completion.token_ids)
+    self.side_tokens += len(token_ids)
+    if completion.finish == "fault":
+      raise Fault(
+        completion.fault or "the sampler lost a generation beside the rollout without saying why"
+      )
+    self.check_end(token_ids, request)
+    return self.decode(token_ids)
+
+  def search(
+    self,
+    text: str,
+    queries: tuple[str, ...],
+    digest: Callable | None = None,
+    calls: tuple[int, ...] = (),
+  ):
+    """Runs the queries of a turn; the observation's token ids, None where there is no room for one.
+
+    digest: see `take_turns`. calls: see `tags.Action`.
+    """
+    setting, ending = self.setting, self.turn_ending()
+    room = min(
+      self.room_to_observe(len(queries)) - len(ending), setting.limits.max_observation_tokens
+    )
+    if room < smallest_observation(setting.protocol.information([]), setting.encode):
+      self.turns.append(Turn("search", text))
+      return None
+    results = yield from self.look_up(text, queries)
+    if digest:
+      information = yield from digest(self, queries, results)
+    else:
+      information = setting.protocol.information(results, *([calls] if calls else []))
+    return ending + fit(information, room, setting.encode, setting.decode)
+
+  def look_up(self, text: str, queries: tuple[str, ...]):
+    """Runs the queries of a turn and records it; the passages of each query.
+
+    An empty query finds nothing; it is not sent to the retriever, which may return anything for it.
+    """
+    passages = {"": []}
+    asked = tuple(query for query in queries if query)
+    if asked:
+      found = yield Lookup(asked)
+      if isinstance(found, RetrieverError):
+        self.turns.append(Turn("search", text, tuple(Search(query, "error") for query in queries)))
+        raise Fault(f"the search for {asked[0]!r} failed: {found}")
+      passages.update(zip(asked, found, strict=True))
+    self.turns.append(
+      Turn(
+        "search",
+        text,
+        tuple(
+          Search(query, "hit" if passages[query] else "empty", tuple(p.id for p in passages[query]))
+          for query in queries
+        ),
+      )
+    )
+    return [passages[query] for query in queries]
+
+  def correct(self, text: str) -> tuple[int, ...] | None:
+    """The corrective observation's token ids, None where there is no room for it."""
+    self.turns.append(Turn("invalid", text))
+    corrective = self.turn_ending() + self.setting.encode(self.setting.protocol.corrective)
+    return corrective if len(corrective) <= self.room_to_observe() else None
+
+  def turn_ending(self) -> tuple[int, ...]:
+    """The end-of-text token, where the protocol's turns end with it and this one was cut before:
+    fed, not sampled."""
+    ends = (
+      getattr(self.setting.protocol, "ends_turns", False)
+      and self.context[-1] != self.setting.eos_id
+    )
+    return (self.setting.eos_id,) if ends else ()
+
+  def room(self) -> int:
+    return self.setting.limits.max_tokens - len(self.context)
+
+  def room_to_observe(self, new_searches: int = 0) -> int:
+    """Tokens an observation may take so that an answer, and a forced opening before it, still
+    fits."""
+    forced = opening(self.setting, self.num_searches() + new_searches)
+    return self.room() - self.setting.limits.answer_tokens - len(forced)
+
+  def num_searches(self) -> int:
+    return sum(len(turn.searches) for turn in self.turns)
+
+  def feed(self, token_ids: tuple[int, ...], origin: Origin = "observation"):
+    if token_ids:
+      self.context += token_ids
+      self.segments.append(Segment(token_ids, origin))
+
+  def decode(self, token_ids: tuple[int, ...]) -> str:
+    """Text of a turn, without the end-of-text token that may end it."""
+    ended = token_ids and token_ids[-1] == self.setting.eos_id
+    return self.setting.decode(token_ids[:-1] if ended else token_ids)
+
+  def check_end(self, token_ids: tuple[int, ...], request: Request):
+    """A sampler that goes on after a stop would have that junk trained on: a fault, not a turn."""
+    if len(token_ids) > request.max_new_tokens:
+      raise Fault(
+        f"the sampler returned {len(token_ids)} tokens where at most {request.max_new_tokens} "
+        "were asked for"
+      )
+    before_last = token_ids[:-1]
+    text = self.setting.decode(before_last)
+    passed = [stop for stop in request.stop if stop in text]
+    if self.setting.eos_id in before_last:
+      passed.append("the end-of-text token")
+    if passed:
+      raise Fault(f"the sampler went on after {passed[0]}, where it was to stop")
+
+  def trajectory(self, answer: str | None, stop: str, fault: str | None = None) -> Trajectory:
+    return Trajectory(
+      self.question,
+      self.key[2],
+      tuple(self.segments),
+      tuple(self.turns),
+      answer,
+      stop,
+      fault,
+      self.setting.weight_version,
+      side_tokens=self.side_tokens,
+    )

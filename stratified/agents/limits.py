@@ -1,0 +1,91 @@
+"""Budgets of a rollout, and how an observation is made to fit one."""
+
+from collections.abc import Callable
+import dataclasses
+
+from stratified.agents.tags import Information
+
+Encode = Callable[[str], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What a rollout may use.
+
+  max_turns: turns that may search; one final generation without search follows. Invalid turns
+  count. max_turn_tokens: sampled tokens of one turn. max_observation_tokens: tokens of one
+  observation, its tags included. max_tokens: prompt, turns and observations together; wins over the
+  others. topk: passages per query. answer_tokens: an observation is shortened to leave at least
+  this much room after it. forced_searches: None lets the policy choose. n makes every rollout
+  search n times, then answer: each
+    turn is begun for the policy by feeding the opening tag (masked, in place of any reasoning) and,
+    where the policy does not close it within the turn, ended by feeding the closing tag. A search
+    that max_tokens has no room for still ends the rollout.
+
+  Raises ValueError where a value is out of its range.
+  """
+
+  max_turns: int = 4
+  max_turn_tokens: int = 500
+  max_observation_tokens: int = 500
+  max_tokens: int = 4096
+  topk: int = 3
+  answer_tokens: int = 32
+  forced_searches: int | None = None
+
+  def __post_init__(self):
+    least = {
+      "max_turns": 0,
+      "max_turn_tokens": 1,
+      "max_observation_tokens": 1,
+      "max_tokens": 2,
+      "topk": 1,
+      "answer_tokens": 1,
+    }
+    for name, minimum in least.items():
+      if getattr(self, name) < minimum:
+        raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+    if self.answer_tokens >= self.max_tokens:
+      raise ValueError(
+        f"answer_tokens is {self.answer_tokens}, which leaves nothing of max_tokens "
+        f"({self.max_tokens}) for the prompt; lower it or raise max_tokens"
+      )
+    if self.forced_searches is not None and not 0 <= self.forced_searches <= self.max_turns:
+      raise ValueError(
+        f"forced_searches is {self.forced_searches}; it must lie between 0 and max_turns "
+        f"({self.max_turns}), since each search takes a turn"
+      )
+
+
+def smallest_observation(information: Information, encode: Encode) -> int:
+  """Tokens that an observation needs to hold its tags and one token between them."""
+  return len(encode(information.opening)) + len(encode(information.closing)) + 1
+
+
+def fit(information: Information, limit: int, encode: Encode, decode: Callable) -> tuple[int, ...]:
+  """Token ids of an observation, at most `limit` of them, its closing tag always there.
+
+  Passages are dropped whole from the end; when the first alone is too long it keeps its leading
+  tokens, up to a whole character. Each part is encoded on its own, so a cut changes no token before
+  it. `limit` is at least `smallest_observation`.
+  """
+  opening, closing = encode(information.opening), encode(information.closing)
+  room = limit - len(opening) - len(closing)
+  body = ()
+  for i, piece in enumerate(information.pieces):
+    token_ids = encode(piece)
+    if len(body) + len(token_ids) > room:
+      if i == 0:
+        body = _whole_characters(token_ids[:room], decode)
+      break
+    body += token_ids
+  return opening + body + closing
+
+
+def _whole_characters(token_ids: tuple[int, ...], decode: Callable) -> tuple[int, ...]:
+  """Drops trailing tokens that are only a part of a UTF-8 character (at most three bytes of
+  one)."""
+  for end in range(len(token_ids), max(len(token_ids) - 4, -1), -1):
+    if not decode(list(token_ids[:end])).endswith("\N{REPLACEMENT CHARACTER}"):
+      return token_ids[:end]
+  return token_ids

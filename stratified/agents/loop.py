@@ -1,0 +1,222 @@
+"""Runs the rollouts of a step: many generators, one sampler, one retriever.
+
+    questions -> K rollouts each -> submit -> poll -> (one batched search) -> submit -> ... ->
+    trajectories
+
+Each round takes what the sampler has finished, lets those rollouts act, runs all their searches in
+one call of the retriever, and submits what they ask for next, in the order of their keys. What a
+rollout does depends on its own completions and passages alone, so with a sampler that draws by key
+the result does not depend on the clock.
+"""
+
+from collections.abc import Callable, Sequence
+
+from stratified.agents import agent
+from stratified.agents.limits import Limits
+from stratified.agents.tags import SearchTags
+from stratified.retrieval.corpus import RetrieverError
+from stratified.sampling.interface import Request, Sampler
+from stratified.types import Question, Segment, Trajectory
+
+Key = tuple[int, int, int]
+
+
+def collect(
+  questions: Sequence[Question],
+  *,
+  sampler: Sampler,
+  retriever,
+  tokenizer,
+  protocol: SearchTags,
+  limits: Limits,
+  samples_per_question: int,
+  step: int,
+  weight_version: int | None = None,
+  progress: Callable[[int, int], None] | None = None,
+  indices: Sequence[int] | None = None,
+  on_end: Callable[[Trajectory], None] | None = None,
+) -> list[list[Trajectory]]:
+  """K rollouts of each question.
+
+  Args:
+    questions: [Q].
+    sampler: see rollout/sampler.py; requests carry the key (step, index of the question, sample).
+    retriever: `search(queries, topk) -> list[list[Passage]]`, one list a query; called once a round
+    with the
+      distinct queries of all waiting rollouts. A RetrieverError in place of a list loses the
+      rollouts that asked this query, a raised one all of that round.
+    tokenizer: `encode(str) -> list[int]`, `decode(list[int]) -> str`, `eos_id`.
+    protocol: what is fed and how text is read, see rollout/tags.py.
+    limits: see Limits.
+    samples_per_question: K, at least 1.
+    step: names the random keys.
+    weight_version: the step whose parameters the sampler holds; `step` where not given.
+    progress: called with (rollouts ended, rollouts in all) after each round.
+    indices: [Q] the questions' numbers in the keys, 0, 1, ... where not given: a part of the
+    questions run by
+      itself (the rest of an evaluation that was stopped) gets the same random keys as within the
+      whole.
+    on_end: called with each trajectory as soon as it has ended.
+
+  Returns:
+    [Q][K] trajectories in the order of `questions` and samples. One lost to the sampler, the
+    retriever or an over-long prompt has `fault` set.
+
+  Raises:
+    ValueError: limits too small for the protocol, or for the prompt of every question; sampled
+    tokens without
+      their log-probs; indices that do not name each question once.
+    RuntimeError: the sampler broke its interface.
+  """
+  if samples_per_question < 1:
+    raise ValueError(f"samples_per_question is {samples_per_question}; it must be at least 1")
+  setting = agent.Setting(
+    encode=_remember(tokenizer.encode),
+    decode=lambda ids: tokenizer.decode(list(ids)),
+    eos_id=tokenizer.eos_id,
+    protocol=protocol,
+    limits=limits,
+    weight_version=step if weight_version is None else weight_version,
+  )
+  agent.check(setting)
+  indices = list(range(len(questions)) if indices is None else indices)
+  if len(set(indices)) != len(questions) or len(indices) != len(questions):
+    raise ValueError(
+      f"{len(indices)} indices, {len(set(indices))} of them distinct, for {len(questions)} "
+      "questions; "
+      "each question needs a number of its own"
+    )
+  ended = _Ended(on_end)
+  rollouts = _start(zip(indices, questions), samples_per_question, step, setting, ended)
+  _drive(rollouts, ended, sampler, retriever, limits.topk, progress)
+  return [[ended[step, q, k] for k in range(samples_per_question)] for q in indices]
+
+
+class _Ended(dict):
+  """Trajectories by key; `on_end` is told of each."""
+
+  def __init__(self, on_end):
+    super().__init__()
+    self._on_end = on_end
+
+  def __setitem__(self, key, trajectory):
+    super().__setitem__(key, trajectory)
+    if self._on_end:
+      self._on_end(trajectory)
+
+
+def _remember(encode: Callable) -> Callable[[str], tuple[int, ...]]:
+  """Encodes each text once: rollouts of a question share their prompt and most of their
+  passages."""
+  known = {}
+
+  def remembered(text):
+    if text not in known:
+      known[text] = tuple(encode(text))
+    return known[text]
+
+  return remembered
+
+
+def _start(numbered, samples, step, setting, ended) -> dict[Key, agent.Rollout]:
+  """The generators of all rollouts; into `ended` go the trajectories of those whose prompt does not
+  fit."""
+  rollouts, lost, faults = {}, {}, []
+  run = getattr(setting.protocol, "rollout", None) or agent.run
+  for q, question in numbered:
+    pieces = agent.prompt_pieces(setting, question.text)
+    prompt_ids, fault = pieces[0], agent.prompt_fault(setting, pieces)
+    if fault:
+      faults.append(f"question {question.id!r}: {fault}")
+    for k in range(samples):
+      key = (step, q, k)
+      if fault:
+        lost[key] = Trajectory(
+          question,
+          k,
+          (Segment(prompt_ids, "prompt"),),
+          stop="fault",
+          fault=fault,
+          weight_version=setting.weight_version,
+        )
+      else:
+        rollouts[key] = run(setting, question, key, prompt_ids)
+  if faults and not rollouts:
+    raise ValueError(f"no question fits its budget; the first, {faults[0]}")
+  for key, trajectory in lost.items():
+    ended[key] = trajectory
+  return rollouts
+
+
+def _drive(rollouts, ended, sampler, retriever, topk, progress):
+  """Advances every rollout to its end; fills `ended`."""
+  total = len(rollouts) + len(ended)
+  # key of the generation -> that of its rollout; they differ for one beside the rollout
+  waiting = {}
+  sends = {key: None for key in rollouts}
+  while sends:
+    requests = _advance(sends, rollouts, ended, retriever, topk)
+    for key in sorted(requests):
+      sampler.submit(requests[key])
+      waiting[requests[key].key] = key
+    if progress:
+      progress(len(ended), total)
+    sends = _poll(sampler, waiting) if waiting else {}
+
+
+def _advance(sends, rollouts, ended, retriever, topk) -> dict[Key, Request]:
+  """Sends each rollout its result and runs searches until all of them have ended or want the
+  sampler."""
+  requests = {}
+  while sends:
+    lookups = {}
+    for key, value in sends.items():
+      try:
+        effect = rollouts[key].send(value)
+      except StopIteration as stop:
+        ended[key] = stop.value
+        continue
+      (requests if isinstance(effect, Request) else lookups)[key] = effect
+    sends = _search(lookups, retriever, topk) if lookups else {}
+  return requests
+
+
+def _search(lookups, retriever, topk) -> dict:
+  """One retriever call for the distinct queries of all lookups; the results by key, or the error
+  for each."""
+  queries = list(dict.fromkeys(query for lookup in lookups.values() for query in lookup.queries))
+  try:
+    results = retriever.search(queries, topk)
+    if len(results) != len(queries):
+      raise RetrieverError(
+        f"the retriever returned {len(results)} results for {len(queries)} queries"
+      )
+  except RetrieverError as error:
+    return dict.fromkeys(lookups, error)
+  found = dict(zip(queries, results))
+  return {
+    key: _passages([found[query] for query in lookup.queries]) for key, lookup in lookups.items()
+  }
+
+
+def _passages(results: list) -> list | RetrieverError:
+  """The results of one lookup; the first error among them, since a search that is half lost is
+  lost."""
+  return next((result for result in results if isinstance(result, RetrieverError)), results)
+
+
+def _poll(sampler, waiting: dict[Key, Key]) -> dict:
+  """What the sampler has finished, by rollout, in the order of keys; a broken interface is an
+  error, never a hang."""
+  completions = {completion.key: completion for completion in sampler.poll()}
+  if not completions:
+    raise RuntimeError(
+      f"the sampler's poll() returned nothing while {len(waiting)} generations are running"
+    )
+  strangers = completions.keys() - waiting.keys()
+  if strangers:
+    raise RuntimeError(
+      f"the sampler returned a generation for {min(strangers)}, which was not submitted "
+      "or has already ended"
+    )
+  return {waiting.pop(key): completions[key] for key in sorted(completions)}

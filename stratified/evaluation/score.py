@@ -1,0 +1,148 @@
+"""Scores of finished rollouts: by set, and by hops where they are known."""
+
+from collections.abc import Mapping, Sequence
+import math
+from typing import Any
+
+from stratified import rewards
+from stratified.evaluation import intervals as statistics
+from stratified.types import Trajectory
+
+Row = dict[str, Any]
+
+
+def score(trajectory: Trajectory) -> Row:
+  """The numbers of one rollout: exact_match, f1 (None for a lost one), searches, invalid, tokens,
+  hops, fault.
+
+  `tokens` counts all that was sampled for it, also beside the rollout (`side_tokens`).
+  """
+  question, lost = trajectory.question, trajectory.fault is not None
+  return {
+    "exact_match": None
+    if lost
+    else rewards.exact_match(trajectory.answer, question.golden_answers),
+    "f1": None if lost else rewards.f1(trajectory.answer, question.golden_answers),
+    "searches": trajectory.num_searches,
+    "invalid": trajectory.num_invalid,
+    "tokens": trajectory.num_policy_tokens + trajectory.side_tokens,
+    "side_tokens": trajectory.side_tokens,
+    "hops": question.hops,
+    "fault": trajectory.fault,
+  }
+
+
+def summary(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
+  """Mean exact match, F1 and searches of the rollouts that were not lost, with the same by hops:
+  see `summarise`."""
+  return summarise([[score(trajectory) for trajectory in group] for group in groups])
+
+
+def summarise(
+  groups: Sequence[Sequence[Mapping[str, Any]]], *, intervals: bool = False
+) -> dict[str, Any]:
+  """The same of rows that `score` made, [Q][K].
+
+  Returns {"count", "failed", "exact_match", "exact_match_error", "f1", "searches_mean",
+  "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the error is the standard error of the
+  mean over questions. Means of nothing are None. With several rollouts a question also
+  "exact_match_any", the share of questions that at least one of them answered; with `intervals`
+  also "exact_match_interval" and "f1_interval", the 95 % bootstrap intervals over questions.
+  """
+  result = _means(groups, intervals)
+  known = sorted({row["hops"] for group in groups for row in group if row["hops"] is not None})
+  if known:
+    result["by_hops"] = {
+      str(h): _means([[row for row in group if row["hops"] == h] for group in groups], intervals)
+      for h in known
+    }
+  return result
+
+
+def by_question(groups: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list[float]:
+  """The mean of `key` over the rollouts of each question that were not lost; questions without one
+  are left out."""
+  done = [[row[key] for row in group if row["fault"] is None] for group in groups]
+  return [sum(values) / len(values) for values in done if values]
+
+
+def _means(groups, intervals: bool) -> dict[str, Any]:
+  done = [row for group in groups for row in group if row["fault"] is None]
+  mean = lambda key: sum(row[key] for row in done) / len(done) if done else None
+  exact = by_question(groups, "exact_match")
+  result = {
+    "count": len(done),
+    "failed": sum(len(group) for group in groups) - len(done),
+    "exact_match": mean("exact_match"),
+    "exact_match_error": _standard_error(exact),
+    "f1": mean("f1"),
+    "searches_mean": mean("searches"),
+    "invalid_actions": mean("invalid"),
+    "tokens_mean": mean("tokens"),
+  }
+  if done and max(len(group) for group in groups) > 1:
+    result["exact_match_any"] = sum(value > 0 for value in exact) / len(exact)
+  if done and intervals:
+    for key in ("exact_match", "f1"):
+      result[f"{key}_interval"] = list(
+        statistics.bootstrap_interval({"": by_question(groups, key)})
+      )
+  return result
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+  if not values:
+    return None
+  mean = sum(values) / len(values)
+  return math.sqrt(sum((value - mean) ** 2 for value in values)) / len(values)
+
+
+def metrics_row(scores: dict[str, dict[str, Any]], main: str = "held_out") -> dict[str, float]:
+  """The rows' keys: eval/exact_match and eval/exact_match_hops_H of the main set,
+  eval/NAME/exact_match of others."""
+  row = {
+    "eval/exact_match": scores[main]["exact_match"],
+    "eval/searches_mean": scores[main]["searches_mean"],
+  }
+  for hops, part in scores[main].get("by_hops", {}).items():
+    row[f"eval/exact_match_hops_{hops}"] = part["exact_match"]
+    row[f"eval/searches_hops_{hops}"] = part["searches_mean"]
+  return row | {
+    f"eval/{name}/exact_match": score["exact_match"]
+    for name, score in scores.items()
+    if name != main
+  }
+
+
+class AllLost(RuntimeError):
+  """Every rollout of a step was lost; the sentence says why."""
+
+
+def rollout_row(
+  groups: Sequence[Sequence[Trajectory]], reward: Sequence[Sequence[float]], step: int = 0
+) -> dict[str, float]:
+  """What the rollouts of training step `step` say of themselves; means over those not lost,
+  `rollout/failed` a count.
+
+  Raises AllLost where every rollout was lost: there is nothing to learn from, and a step would hide
+  it.
+  """
+  pairs = [(t, r) for group, row in zip(groups, reward) for t, r in zip(group, row)]
+  done = [(t, r) for t, r in pairs if t.fault is None]
+  if not done:
+    raise AllLost(
+      f"all {len(pairs)} rollouts of the step were lost, the first because {pairs[0][0].fault}; "
+      "mend that and run the same command again: it goes on from the last checkpoint"
+    )
+  mean = lambda values: sum(values) / len(done)
+  return {
+    "reward/mean": mean([r for _, r in done]),
+    "reward/exact_match": mean(
+      [rewards.exact_match(t.answer, t.question.golden_answers) for t, _ in done]
+    ),
+    "rollout/searches_mean": mean([t.num_searches for t, _ in done]),
+    "rollout/invalid_actions": mean([t.num_invalid for t, _ in done]),
+    "rollout/policy_tokens": sum(t.num_policy_tokens for t, _ in pairs),
+    "rollout/failed": len(pairs) - len(done),
+    "rollout/staleness": mean([step - t.oldest_weight_version for t, _ in done]),
+  }

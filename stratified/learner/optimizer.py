@@ -1,0 +1,123 @@
+"""The optimizer chain: clip by global norm; AdamW, Muon or plain SGD; linear warm-up to a constant
+rate."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stratified import sharding
+
+# The matrices that Muon orthogonalises, and how many dimensions after `layers` their input takes.
+MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def make(
+  *,
+  learning_rate: float,
+  warmup_steps: int = 0,
+  weight_decay: float = 0.0,
+  clip_norm: float = 1.0,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  decay_steps: int = 0,
+  name: str = "adamw",
+) -> optax.GradientTransformation:
+  """An optax chain. The rate rises linearly over `warmup_steps`, then stays, or falls along a
+  cosine to a tenth over `decay_steps` where that is positive. Weight decay spares norms and biases
+  (one-dimensional per layer)."""
+  if not learning_rate > 0:
+    raise ValueError(f"learning_rate={learning_rate} must be positive")
+  if warmup_steps < 0 or decay_steps < 0:
+    raise ValueError(
+      f"warmup_steps={warmup_steps} and decay_steps={decay_steps} must not be negative"
+    )
+  if not (weight_decay >= 0 and clip_norm > 0):
+    raise ValueError(
+      f"weight_decay={weight_decay} must be at least 0 and clip_norm={clip_norm} positive; "
+      "a clip_norm of 1e9 clips nothing"
+    )
+  after = (
+    optax.cosine_decay_schedule(learning_rate, decay_steps, 0.1)
+    if decay_steps
+    else optax.constant_schedule(learning_rate)
+  )
+  # The first update already moves: step i of the warm-up uses (i + 1) / warmup_steps of the rate.
+  warmup = optax.linear_schedule(
+    learning_rate / max(warmup_steps, 1), learning_rate, max(warmup_steps - 1, 1)
+  )
+  schedule = optax.join_schedules([warmup, after], [warmup_steps]) if warmup_steps else after
+  rules = {
+    "adamw": lambda: optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
+    "muon": lambda: optax.partition(
+      {
+        "matrix": optax.chain(muon(), optax.scale_by_learning_rate(schedule)),
+        "other": optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
+      },
+      lambda params: {name: "matrix" if name in MATRICES else "other" for name in params},
+    ),
+    "sgd": lambda: optax.sgd(schedule),
+  }
+  if name not in rules:
+    raise ValueError(f"optimizer {name!r} is unknown; choose one of {sorted(rules)}")
+  return optax.chain(optax.clip_by_global_norm(clip_norm), rules[name]())
+
+
+def decayed(params):
+  """Which weights decay: matrices do; norms and biases don't."""
+  return jax.tree.map_with_path(
+    lambda path, _: not any(s in str(path[-1]) for s in ("norm", "bias")), params
+  )
+
+
+def muon(momentum: float = 0.95, iterations: int = 5) -> optax.GradientTransformation:
+  """Momentum whose matrices are orthogonalised (Jordan, "Muon", 2024), scaled to the size of an
+  Adam update.
+
+  For each layer's matrix G = U S V^T of the Nesterov momentum the update is about U V^T, by
+  `iterations` of the quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, times
+  0.2 sqrt(max(rows, columns)) (Liu et al., arXiv 2502.16982), so that Adam's learning rates fit.
+  The matrices are small enough to be whole on every device while that runs. optax.contrib.muon says
+  the same, but can't see through explicitly sharded weights.
+  """
+
+  def init(params):
+    return MuonState(jax.tree.map(jnp.zeros_like, params))
+
+  def update(gradient, state, params=None):
+    del params
+    memory = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, gradient)
+    ahead = jax.tree.map(lambda m, g: momentum * m + g, memory, gradient)
+    step = jax.tree.map_with_path(
+      lambda path, x: _orthogonal(x, MATRICES[path[-1].key], iterations), ahead
+    )
+    return step, MuonState(memory)
+
+  return optax.GradientTransformation(init, update)
+
+
+class MuonState(NamedTuple):
+  momentum: dict
+
+
+def _orthogonal(x, inputs: int, iterations: int):
+  """[L, in..., out...] -> the same shape, each layer's matrix with all singular values near 1,
+  scaled."""
+  meshed = sharding.meshed()
+  spec = jax.typeof(x).sharding.spec if meshed else None
+  whole = jax.sharding.reshard(x, jax.P(*[None] * x.ndim)) if meshed else x
+  rows = math.prod(x.shape[1 : 1 + inputs])
+  y = whole.reshape(x.shape[0], rows, -1).astype(jnp.float32)
+  y = y / (jnp.linalg.norm(y, axis=(1, 2), keepdims=True) + 1e-7)
+  tall = y.shape[1] > y.shape[2]
+  y = y.swapaxes(1, 2) if tall else y
+  a, b, c = NEWTON_SCHULZ
+  for _ in range(iterations):
+    square = y @ y.swapaxes(1, 2)
+    y = a * y + (b * square + c * square @ square) @ y
+  y = (y.swapaxes(1, 2) if tall else y) * (0.2 * math.sqrt(max(y.shape[1:])))
+  y = y.reshape(x.shape).astype(x.dtype)
+  return jax.sharding.reshard(y, spec) if meshed else y

@@ -1,0 +1,312 @@
+"""What a run writes while it trains: metrics.jsonl, TensorBoard events and
+trajectories/step_NNNNNN.jsonl.
+
+The three follow one rule, so that a run that was killed and resumed leaves what an uninterrupted
+one leaves: a row belongs to the step it carries, a step's rows are written before its checkpoint,
+and opening a workdir cuts everything back to the step that was restored.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import time
+from typing import Any
+
+import numpy as np
+
+from stratified import files
+from stratified.imports import unavailable
+from stratified.types import Trajectory
+
+with unavailable(
+  "torch"
+):  # tensorboardX loads torch where it finds it, a second and more of every start
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto import event_pb2, summary_pb2
+
+Row = dict[str, Any]
+
+# What of a run's config may change when it resumes (shell patterns): none of these alters a number
+# that it computes.
+FREE_KEYS = (
+  "mesh.*",
+  "memory.*",
+  "logging.*",
+  "checkpoint.every",
+  *(
+    f"retriever.{name}"
+    for name in (
+      "url",
+      "timeout_s",
+      "retries",
+      "give_up_s",
+      "queries_per_request",
+      "in_flight",
+      "cache",
+    )
+  ),
+  *(
+    f"sampler.{name}"
+    for name in (
+      "devices",
+      "release",
+      "urls",
+      "sync",
+      "directory",
+      "in_flight",
+      "timeout_s",
+      "retries",
+      "start_s",
+      "outage_s",
+      "health_s",
+      "update_s",
+      "probe_tolerance",
+      "helper_python",
+      "group_backend",
+      "group_address",
+    )
+  ),
+)
+
+_TRAJECTORY_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+def trajectory_path(workdir: str | os.PathLike, step: int) -> pathlib.Path:
+  return pathlib.Path(workdir) / "trajectories" / f"step_{step:06d}.jsonl"
+
+
+def trajectory_record(
+  trajectory: Trajectory,
+  decode: Callable[[Sequence[int]], str],
+  *,
+  reward: float | None,
+  stratum: int | None,
+  advantage: float | None,
+) -> Row:
+  """One rollout as a JSON object: what was asked, every segment as text, and what it was worth.
+
+  Args:
+    trajectory: the rollout.
+    decode: token ids -> text, special tokens kept.
+    reward, stratum, advantage: the rollout's numbers in the step, None for a rollout lost to a
+    fault.
+
+  Returns:
+    question_id, question, golden_answers, source, hops, sample, segments (origin, text, number of
+    tokens), turns (action, and per search its query, outcome, passage ids), searches (a count),
+    answer, stop, fault, weight_version, reward, stratum, advantage.
+  """
+  question = trajectory.question
+  segments = [
+    (segment.origin, decode(list(segment.token_ids)), len(segment.token_ids))
+    for segment in trajectory.segments
+  ]
+  return {
+    "question_id": question.id,
+    "question": question.text,
+    "golden_answers": list(question.golden_answers),
+    "source": question.source,
+    "hops": question.hops,
+    "sample": trajectory.sample,
+    "segments": [
+      {"origin": origin, "text": text, "tokens": tokens} for origin, text, tokens in segments
+    ],
+    "turns": [
+      {"action": turn.action, "searches": [dataclasses.asdict(search) for search in turn.searches]}
+      for turn in trajectory.turns
+    ],
+    "searches": trajectory.num_searches,
+    "answer": trajectory.answer,
+    "stop": trajectory.stop,
+    "fault": trajectory.fault,
+    "weight_version": trajectory.weight_version,
+    "reward": reward,
+    "stratum": stratum,
+    "advantage": advantage,
+  }
+
+
+class Writer:
+  """Appends rows and trajectories to a workdir; opening it cuts the workdir back to the restored
+  step.
+
+  Args:
+    workdir: the run's folder, made if missing.
+    resume_step: the step of the restored checkpoint, None when training starts from nothing. Rows
+    and
+      trajectory files of later steps are removed; None removes every row that carries a step.
+    warm_start_step: how much of the warm start was kept when `resume_step` is None; later
+    warm-start rows
+      are removed. A restored checkpoint keeps them all.
+    active: False on every process but the first; nothing is read or written then.
+
+  Raises:
+    ValueError: a line of metrics.jsonl other than the last is no JSON object.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    resume_step: int | None = None,
+    *,
+    warm_start_step: int = 0,
+    active: bool = True,
+  ):
+    self._workdir = pathlib.Path(workdir)
+    self._active = active
+    self._events: dict[str, EventsWriter] = {}
+    self._purge = {
+      "train": -1 if resume_step is None else resume_step,
+      "warm_start": math.inf if resume_step is not None else warm_start_step,
+    }
+    self._last_step = -1
+    if not active:
+      return
+    self._workdir.mkdir(parents=True, exist_ok=True)
+    (self._workdir / "trajectories").mkdir(exist_ok=True)
+    kept = _cut_back(self._workdir / "metrics.jsonl", self._purge)
+    self._last_step = max((row["step"] for row in kept if "step" in row), default=-1)
+    _remove_trajectories(self._workdir / "trajectories", self._purge["train"])
+    self._file = (self._workdir / "metrics.jsonl").open("ab")
+
+  def write(self, row: Mapping[str, Any]) -> None:
+    """Appends one row, flushed to the system before returning, and its numbers to TensorBoard.
+
+    A row carries `step` (training and evaluation) or `warm_start/step`. Values are numbers,
+    strings, None or 0-d arrays. A number that is not finite is written as null, JSON having no word
+    for it, and named with its value under `not_finite`.
+
+    Raises:
+      ValueError: the row carries no step, or an earlier step than a row before it.
+    """
+    if not self._active:
+      return
+    row = _plain_row(row)
+    run, step = (
+      ("train", row["step"]) if "step" in row else ("warm_start", row.get("warm_start/step"))
+    )
+    if not isinstance(step, int):
+      raise ValueError(
+        f"a row of metrics.jsonl needs an integer step or warm_start/step, not {step!r}"
+      )
+    if run == "train":
+      if step < self._last_step:
+        raise ValueError(
+          f"step {step} comes after step {self._last_step}, but metrics.jsonl never goes "
+          "back: open a new Writer with the restored step to repeat steps"
+        )
+      self._last_step = step
+    self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+    self._file.flush()
+    self._write_events(run, step, row)
+
+  def write_trajectories(self, step: int, records: Iterable[Row]) -> None:
+    """Writes trajectories/step_NNNNNN.jsonl, one `trajectory_record` a line, whole or not at
+    all."""
+    if self._active:
+      lines = [json.dumps(_finite(record), allow_nan=False) + "\n" for record in records]
+      files.write_atomic(trajectory_path(self._workdir, step), "".join(lines))
+
+  def close(self) -> None:
+    if self._active:
+      self._file.close()
+      for events in self._events.values():
+        events.close()
+      self._events = {}
+
+  def __enter__(self) -> "Writer":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+  def _write_events(self, run: str, step: int, row: Row) -> None:
+    """One event a row. Warm start and training are two TensorBoard runs, each with steps of its
+    own."""
+    if run not in self._events:
+      folder = self._workdir / "tensorboard" / run
+      folder.mkdir(parents=True, exist_ok=True)
+      # Two processes started within one second would otherwise share a file name and overwrite each
+      # other.
+      self._events[run] = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+      if self._purge[run] < math.inf:
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._events[run].write_event(
+          event_pb2.Event(wall_time=time.time(), step=int(self._purge[run]) + 1, session_log=start)
+        )
+    values = [
+      summary_pb2.Summary.Value(tag=key, simple_value=value)
+      for key, value in row.items()
+      if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
+    ]
+    self._events[run].write_event(
+      event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values))
+    )
+    self._events[run].flush()
+
+
+def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
+  """Drops the first row beyond the restored step and all after it (rows are in time order); returns
+  the rest.
+
+  A last line that a killed process left half-written goes as well.
+  """
+  if not path.exists():
+    return []
+  lines = path.read_bytes().split(b"\n")
+  torn = (
+    lines.pop()
+  )  # what follows the last newline: nothing, unless the process died while writing
+  kept = []
+  for number, line in enumerate(lines, 1):
+    row = files.parse_object(line)
+    if row is None and number < len(lines):
+      raise ValueError(
+        f"{path}:{number} is no JSON object, and only the last line can be half-written by a "
+        "killed run: repair or remove that line, or start in a new workdir"
+      )
+    if row is None or row.get("step", -1) > last["train"]:
+      break
+    if row.get("warm_start/step", 0) > last["warm_start"]:
+      break
+    kept.append(row)
+  if torn or len(kept) < len(lines):
+    files.write_atomic(path, "".join(line.decode() + "\n" for line in lines[: len(kept)]))
+  return kept
+
+
+def _remove_trajectories(folder: pathlib.Path, last_step: int) -> None:
+  for path in folder.iterdir():
+    name = _TRAJECTORY_FILE.fullmatch(path.name)
+    if path.name.endswith(".part") or (name and int(name.group(1)) > last_step):
+      path.unlink()
+
+
+def _plain_row(row: Mapping[str, Any]) -> Row:
+  """The row with plain Python values; what is not finite is None and named under `not_finite`."""
+  plain = {
+    key: value if value is None or isinstance(value, str) else np.asarray(value).item()
+    for key, value in row.items()
+  }
+  lost = {
+    key: str(value)
+    for key, value in plain.items()
+    if isinstance(value, float) and not math.isfinite(value)
+  }
+  return _finite(plain) | ({"not_finite": lost} if lost else {})
+
+
+def _finite(value: Any) -> Any:
+  """`value` with every number that is not finite, however deep, replaced by None; arrays become
+  plain."""
+  if isinstance(value, Mapping):
+    return {key: _finite(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_finite(item) for item in value]
+  if value is not None and not isinstance(value, (str, bool, int, float)):
+    value = np.asarray(value).item()
+  return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,28 @@
+"""What can go wrong with an SGLang server, by what is to be done about it."""
+
+
+class SamplerError(RuntimeError):
+  """The run has to stop: one sentence for the user. Nothing saved is lost, and the same command
+  goes on."""
+
+
+class Lost(Exception):
+  """A server did not do what was asked: no connection, no answer in time, a 5xx, or an answer that
+  is none.
+
+  The work may be done elsewhere, and the server has to prove itself again before it is used.
+  """
+
+
+class Busy(Exception):
+  """The server turned a request away for now (429 or 503); the same request may be sent again."""
+
+
+class Refused(Exception):
+  """The server answered 4xx, or that an operation failed: it works, and what was asked of it is
+  wrong."""
+
+
+class Stale(Exception):
+  """Tokens came from other weights than those that were loaded: the server was restarted, or missed
+  an update."""

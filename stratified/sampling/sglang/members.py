@@ -1,0 +1,180 @@
+"""One server of several, and how it gets weights: pause, update, flush, go on, then the proof that
+it holds them."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+import dataclasses
+from typing import Protocol
+
+from stratified.sampling.sglang import wire
+from stratified.sampling.sglang.errors import Busy, Lost, Refused, SamplerError, Stale
+from stratified.sampling.sglang.server import Server
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetConfig:
+  """Where the servers are, and how long anything may take.
+
+  urls: of each server, such as http://127.0.0.1:30000. in_flight: generations a server is given at
+  once. timeout_s: one attempt of a generation. retries: further attempts, on another server where
+  there is one. start_s: until every server must have answered first. outage_s: how long none may be
+  usable. health_every_s, health_s: servers at work are asked for their version that often, and must
+  answer within that. update_s: one update of the weights. probe_tolerance: largest difference of a
+  log-prob of the probe.
+
+  A generation ends, or is given up, within (retries + 1) timeout_s + outage_s.
+  """
+
+  urls: tuple[str, ...]
+  in_flight: int = 64
+  timeout_s: float = 600.0
+  retries: int = 4
+  start_s: float = 120.0
+  outage_s: float = 120.0
+  health_every_s: float = 2.0
+  health_s: float = 15.0
+  update_s: float = 600.0
+  probe_tolerance: float = 1e-3
+
+  def __post_init__(self):
+    if not self.urls or any(not url.startswith(("http://", "https://")) for url in self.urls):
+      raise ValueError(
+        f"sampler.urls is {', '.join(self.urls) or 'empty'}; name each SGLang server as "
+        "http://HOST:PORT, with commas between them"
+      )
+    if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+      raise ValueError(f"sampler.urls names a server twice: {', '.join(self.urls)}; name each once")
+    least = {"in_flight": 1, "retries": 0}
+    for field in dataclasses.fields(self)[1:]:
+      value, minimum = getattr(self, field.name), least.get(field.name, 0)
+      if value < minimum or field.name not in least and value <= 0:
+        raise ValueError(
+          f"sampler.{field.name}={value} is out of range; it must be "
+          f"{'at least ' + str(minimum) if field.name in least else 'above 0'}"
+        )
+
+
+class Publication(Protocol):
+  """Weights on offer to the servers.
+
+  version: their name on the servers. number: counts updates. probe_ids, probe_log_probs: a prompt,
+  and the trainer's log-prob of each of its tokens but the first. together: all servers have to take
+  part at once. leads: whether this process gives the weights; another process of the same run waits
+  until the servers have them.
+  """
+
+  version: str
+  number: int
+  probe_ids: Sequence[int]
+  probe_log_probs: Sequence[float]
+  together: bool
+  leads: bool
+
+  async def apply(self, server: Server, ranks: int) -> None:
+    """Gives a paused server the weights and its version; raises Lost or Refused."""
+
+  async def apply_together(
+    self, servers: Sequence[tuple[Server, int]]
+  ) -> list[Lost | Refused | None]:
+    """The same for several; what went wrong with each."""
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+  """A server and what is known of it. `lost` is done, with the reason, from its loss to its
+  return."""
+
+  server: Server
+  ranks: int = 1
+  usable: bool = False
+  in_flight: int = 0
+  failures: int = 0
+  reason: Exception | None = None
+  lost: asyncio.Future | None = None
+  recovery: asyncio.Task | None = None
+
+
+async def quietly(work: Awaitable) -> Exception | None:
+  """What went wrong with the server, None where nothing did; a SamplerError stops the run and is
+  raised."""
+  try:
+    await work
+  except (Lost, Busy, Refused, Stale) as error:
+    return error
+  return None
+
+
+async def give(member: Member, publication: Publication, config: FleetConfig) -> None:
+  """Pause, update, flush (part of every route that updates), go on. Running generations go on with
+  the new weights."""
+  server = member.server
+  try:
+    async with asyncio.timeout(config.update_s):
+      if not publication.leads:
+        while await server.weight_version() != publication.version:
+          await asyncio.sleep(0.2)
+        return
+      await server.pause("retract")
+      await publication.apply(server, member.ranks)
+      await server.flush()
+      await server.resume()
+  except TimeoutError as error:
+    raise Lost(f"{server.url} did not take the weights within {config.update_s:g} s") from error
+
+
+async def give_together(
+  members: Sequence[Member], publication: Publication, config: FleetConfig
+) -> list[Exception | None]:
+  """The same for weights that all servers take at once; what went wrong with each."""
+  paused = await asyncio.gather(*(quietly(member.server.pause("retract")) for member in members))
+  ready = [member for member, error in zip(members, paused) if error is None]
+  try:
+    async with asyncio.timeout(config.update_s):
+      found = (
+        await publication.apply_together([(member.server, member.ranks) for member in ready])
+        if ready
+        else []
+      )
+  except TimeoutError:
+    found = [Lost(f"the broadcast of the weights did not end within {config.update_s:g} s")] * len(
+      ready
+    )
+  given = dict(zip(map(id, ready), found, strict=True))
+  return [
+    error
+    or given[id(member)]
+    or await quietly(member.server.flush())
+    or await quietly(member.server.resume())
+    for member, error in zip(members, paused)
+  ]
+
+
+async def prove(member: Member, publication: Publication, config: FleetConfig, rid: str) -> float:
+  """The version, then the probe; the probe's largest difference.
+
+  Raises Stale where the version is another, SamplerError where it is right and the log-probs are
+  not.
+  """
+  server = member.server
+  await server.resume()  # a server left paused would not answer
+  found = await server.weight_version()
+  if found != publication.version:
+    raise Stale(
+      f"{server.url} says it holds version {found!r} after an update to {publication.version!r}"
+    )
+  answer = await server.generate(wire.probe_body(publication.probe_ids, rid), config.timeout_s)
+  theirs = wire.read_probe(answer, publication.probe_ids)
+  gap, at = max(
+    (abs(a - b) if a == a else float("inf"), i)
+    for i, (a, b) in enumerate(zip(theirs, publication.probe_log_probs, strict=True))
+  )
+  if gap > config.probe_tolerance:
+    raise SamplerError(
+      f"{server.url} says it holds the trainer's weights and does not: it gives token {at + 1} of "
+      "the probe the "
+      f"log-prob {theirs[at]:.6f}, the trainer {publication.probe_log_probs[at]:.6f}, which differ "
+      "by more than "
+      f"sampler.probe_tolerance={config.probe_tolerance:g}; compare its --dtype and model with the "
+      "trainer's"
+    )
+  return gap
