@@ -1,23 +1,19 @@
 """The agent loop, driven through every branch by a scripted sampler over a byte-level tokenizer.
 
 Ends of a rollout: answer at once; answer after searches; last turn spent on a search that comes too
-late;
-  last turn spent on nothing; total budget full in a turn; no room for an observation, for the
+  late; last turn spent on nothing; total budget full in a turn; no room for an observation, for the
   correction.
 Turns: search with hits; search without hits; empty query; no tag at all; unclosed tag; turn cut at
-its
-  length; end-of-text token; empty generation; text after the closing tag in its token; a tag opened
-  twice; an answer left open before a search; the wrong closing tag.
+  its length; end-of-text token; empty generation; text after the closing tag in its token; a tag
+  opened twice; an answer left open before a search; the wrong closing tag.
 Observations: whole; passages dropped whole; first passage cut at a token, at a character; tags
 neutralised. Forced searches: 0 to max_turns; a forced turn left open, with and without room to
 close it. Faults: generation lost (nothing, some tokens, tokens without log-probs); sampler runs on
-after a stop, after
-  end-of-text, over its limit; retriever error, wrong number of results; prompt too long for some
-  and for all.
+  after a stop, after end-of-text, over its limit; retriever error, wrong number of results; prompt
+  too long for some and for all.
 Interface: poll returns nothing; poll returns what was not asked; missing log-probs; settings out of
 range. Driver: one retriever call a round; distinct queries; results independent of the order in
-which generations
-  end; progress.
+  which generations end; progress.
 """
 
 import dataclasses

@@ -11,8 +11,7 @@ formulations give it:
     row of K or does not;
   * a larger group: `jax.ops.segment_sum` and a look-up, whose work does not grow with the square of
   K; * a whole batch [Q, K]: segment sums of each question, then a sum over questions, so that
-  sharded
-    questions need an all-reduce of [num_strata] numbers and nothing else.
+    sharded questions need an all-reduce of [num_strata] numbers and nothing else.
 
 Deviations are sums of differences, in two passes. Rewards that are all equal therefore deviate by
 exactly zero (in float32 the mean of equal numbers need not equal them), and a large common offset

@@ -41,8 +41,7 @@ class ChatTemplate:
     """The text of a conversation, ended by what opens the assistant's turn unless told otherwise.
 
     messages: {"role", "content", ...} each. tools: JSON schemas of functions. variables: what else
-    this
-      template reads (`enable_thinking`, say).
+      this template reads (`enable_thinking`, say).
     Raises ValueError, one sentence, where the template refuses the conversation or does not
     compile.
     """

@@ -17,10 +17,10 @@ class Limits:
   observation, its tags included. max_tokens: prompt, turns and observations together; wins over the
   others. topk: passages per query. answer_tokens: an observation is shortened to leave at least
   this much room after it. forced_searches: None lets the policy choose. n makes every rollout
-  search n times, then answer: each
-    turn is begun for the policy by feeding the opening tag (masked, in place of any reasoning) and,
-    where the policy does not close it within the turn, ended by feeding the closing tag. A search
-    that max_tokens has no room for still ends the rollout.
+    search n times, then answer: each turn is begun for the policy by feeding the opening tag
+    (masked, in place of any reasoning) and, where the policy does not close it within the turn,
+    ended by feeding the closing tag. A search that max_tokens has no room for still ends the
+    rollout.
 
   Raises ValueError where a value is out of its range.
   """

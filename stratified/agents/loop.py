@@ -42,9 +42,8 @@ def collect(
     questions: [Q].
     sampler: see rollout/sampler.py; requests carry the key (step, index of the question, sample).
     retriever: `search(queries, topk) -> list[list[Passage]]`, one list a query; called once a round
-    with the
-      distinct queries of all waiting rollouts. A RetrieverError in place of a list loses the
-      rollouts that asked this query, a raised one all of that round.
+      with the distinct queries of all waiting rollouts. A RetrieverError in place of a list loses
+      the rollouts that asked this query, a raised one all of that round.
     tokenizer: `encode(str) -> list[int]`, `decode(list[int]) -> str`, `eos_id`.
     protocol: what is fed and how text is read, see rollout/tags.py.
     limits: see Limits.
@@ -53,9 +52,8 @@ def collect(
     weight_version: the step whose parameters the sampler holds; `step` where not given.
     progress: called with (rollouts ended, rollouts in all) after each round.
     indices: [Q] the questions' numbers in the keys, 0, 1, ... where not given: a part of the
-    questions run by
-      itself (the rest of an evaluation that was stopped) gets the same random keys as within the
-      whole.
+      questions run by itself (the rest of an evaluation that was stopped) gets the same random keys
+      as within the whole.
     on_end: called with each trajectory as soon as it has ended.
 
   Returns:
@@ -64,8 +62,7 @@ def collect(
 
   Raises:
     ValueError: limits too small for the protocol, or for the prompt of every question; sampled
-    tokens without
-      their log-probs; indices that do not name each question once.
+      tokens without their log-probs; indices that do not name each question once.
     RuntimeError: the sampler broke its interface.
   """
   if samples_per_question < 1:

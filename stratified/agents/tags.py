@@ -91,8 +91,8 @@ class SearchTags:
   """The tag protocol with its wording.
 
   template: the one user message; `{question}` stands for the question. Raises ValueError without
-  it. Where it
-    holds `{passages}` too, the rollout is one that searches first, and puts what it found there.
+    it. Where it holds `{passages}` too, the rollout is one that searches first, and puts what it
+    found there.
   render: turns that message into the text that is tokenised (a chat template); None feeds it as it
   is. corrective: fed after a turn that neither searches nor answers. before, after: around an
   observation; separator: between passages; nothing_found: in place of passages. actions: what a

@@ -34,14 +34,13 @@ class DemonstrationConfig:
 
   mixture: share of rollouts that search 0, 1, 2, 3 times, drawn apart from the question.
   plan: where a turn says which fact it is after: in the query ("Marvel Dortim birthplace"), in a
-  `<think>` of
-    its own before it, or nowhere.
+    `<think>` of its own before it, or nowhere.
   guess: of the rollouts that answer a question of 1 to 3 hops without a search, the share that
-  names a random
-    entity of the right kind; the others name the entity that the question starts from.
+    names a random entity of the right kind; the others name the entity that the question starts
+    from.
   wrong_query, wrong_relation, invalid: rates per search of a query with a name part dropped or
-  swapped, of
-    another fact being read off the page, and of a turn that is neither search nor answer.
+    swapped, of another fact being read off the page, and of a turn that is neither search nor
+    answer.
   max_turns: turns that may search; the generation after them answers.
   """
 

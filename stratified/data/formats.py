@@ -62,8 +62,7 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
   """Yields the questions of a file in the normal form.
 
   name: the set, where neither the records nor the file's name tell it. split: "train", "dev" or
-  "test", for records
-    that do not carry their own.
+    "test", for records that do not carry their own.
 
   Raises ValueError, naming file, record and field, for what cannot be read, and for a set that
   nobody names.

@@ -101,12 +101,10 @@ def write_corpus(
   newline text.
 
   source: JSON Lines with `contents` (Search-R1, FlashRAG), or with `title` and `text` (DPR's in
-  JSON), or DPR's tsv
-    (id, text, title); plain or .gz. progress: called with the number of passages since the last
-    call.
+    JSON), or DPR's tsv (id, text, title); plain or .gz. progress: called with the number of
+    passages since the last call.
   Raises ValueError, naming line and field, for a line that is no passage, and for an id that comes
-  twice; and, naming
-    the file, where it holds no passage. What stood at `target` then stays.
+    twice; and, naming the file, where it holds no passage. What stood at `target` then stays.
   """
   source = pathlib.Path(source)
   return write_lines(target, _counted(_passages(source), source, progress))

@@ -67,8 +67,7 @@ def read_questions(
   Raises:
     FileNotFoundError: nothing there to read.
     ValueError: a bad record (the message names file, line or row, and field), a split that no
-    record has, or
-      an id that comes twice.
+      record has, or an id that comes twice.
   """
   records = [
     (file, *numbered) for file in _files(pathlib.Path(path)) for numbered in _records(file)

@@ -227,11 +227,9 @@ class Encoder:
     Args:
       directory: config.json, model.safetensors (or shards with their index), tokenizer.json.
       max_length: tokens of a text that are read, marks at both ends included; the encoder's
-      positions are the
-        limit.
+        positions are the limit.
       prefixes: what stands in front of a "query" and a "passage"; None is E5's where the name says
-      so, else
-        nothing.
+        so, else nothing.
       dtype: of the products, "float32" or "bfloat16"; norms, softmax and pooling are float32
       always. devices: to split batches over; None is all of this process. batch_tokens: tokens of a
       batch on one device; None is 2,048 on CPU, 65,536 elsewhere.

@@ -23,8 +23,8 @@ def bootstrap_interval(
   """The percentile bootstrap interval of the average over sets of the mean over a set's questions.
 
   sets: {name: one score a question}; questions are drawn with replacement inside each set (a set's
-  size is
-    part of the benchmark, not of chance). With one set it is the interval of that set's mean.
+    size is part of the benchmark, not of chance). With one set it is the interval of that set's
+    mean.
   level: how much of the bootstrap distribution lies between the two ends.
   Raises ValueError where there is no set, or one without a question.
   """

@@ -71,9 +71,8 @@ def question_sets(
   """What is asked: {name: (questions, retriever)}.
 
   names: None takes the world's held-out sets; ["all"] every question set of the files (the papers'
-  order). count:
-    questions of each, always the first of one fixed order, so that more is a continuation; None is
-    all there are.
+    order). count: questions of each, always the first of one fixed order, so that more is a
+    continuation; None is all there are.
 
   Raises ValueError for a name that is not there.
   """

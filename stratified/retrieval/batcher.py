@@ -28,8 +28,7 @@ class Batcher:
   """Runs `search(queries, topk)`, a blocking function, for many waiting coroutines at once.
 
   No search waits for company: an idle batcher starts at once, a busy one takes everything of the
-  same topk
-    that
+    same topk that
   arrived meanwhile, up to `max_batch` queries, each distinct query once. Blank queries find nothing
   and are not searched for.
 

@@ -2,16 +2,13 @@
 
 What becomes of a search:
   a reply of 429, 5xx, a lost connection, no reply in time, a broken or truncated body: tried again,
-  a bounded
-    number of times, after a random pause that doubles;
+    a bounded number of times, after a random pause that doubles;
   a reply of 400, 413 ...: the request itself is at fault and is not repeated;
   still no reply: the request is split, so that one bad query is lost alone. Its place in the
-  results holds a
-    RetrieverError, and the rollout that asked is masked and counted;
+    results holds a RetrieverError, and the rollout that asked is masked and counted;
   the server is out of reach: searches wait for it to come back. After `give_up_s` without a usable
-  reply, or
-    where it comes back with another index, RetrieverDown ends the run, whose last checkpoint is
-    safe.
+    reply, or where it comes back with another index, RetrieverDown ends the run, whose last
+    checkpoint is safe.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Passages, and the JSON Lines files that hold them.
 
 A corpus file is JSON Lines, plain or .gz, in the form of Search-R1 and FlashRAG, one passage a
-line:
-  {"id": "7", "contents": "\\"Title\\"\\ntext"}
+  line: {"id": "7", "contents": "\\"Title\\"\\ntext"}
 A `title` field, where there is one, says what the first line of `contents` is.
 """
 
@@ -62,8 +61,7 @@ def read_corpus(path: str | os.PathLike) -> list[Passage]:
   Raises:
     FileNotFoundError: there is no such file.
     ValueError: a line is not a JSON object, lacks `id` or `contents`, or repeats an id; the message
-    names the
-      file, the line and the field.
+      names the file, the line and the field.
   """
   passages, line_of = [], {}
   for line, record in read_jsonl(path):

@@ -250,8 +250,7 @@ def load(
 
   Args:
     mapped: leave the index on disk and map it into memory, so that several processes share it and
-    it is ready
-      at once; False reads it.
+      it is ready at once; False reads it.
     probes, ef_search: how thoroughly ivf_* and hnsw search; None is what the manifest says.
     free: bytes that may be spent; None asks the system.
 

@@ -18,22 +18,17 @@ class IndexConfig:
   corpus.
 
   kind: "flat" (exact), "hnsw" (a graph; fast, largest), "ivf_pq" (cells, product-quantised
-  residuals;
-    smallest), "ivf_sq" (cells, scalar-quantised vectors).
+    residuals; smallest), "ivf_sq" (cells, scalar-quantised vectors).
   storage: how flat, hnsw and ivf_sq keep a component: "float32", "float16" or "int8" (8 bits
-  between the
-    extremes).
+    between the extremes).
   links, ef_construction, ef_search: hnsw's neighbours of a node (twice that at the bottom), and how
-  many
-    candidates are held while building and searching.
+    many candidates are held while building and searching.
   lists, probes: cells of ivf_*, and how many of them a query looks into. 0: the power of two
-  nearest 4
-    sqrt(count); 256, or a 64th of the cells where that is more.
+    nearest 4 sqrt(count); 256, or a 64th of the cells where that is more.
   code_bytes: bytes of a vector in ivf_pq, a divisor of the dimension; 0 is the one nearest
   dimension / 4. training_vectors: sample that cells and codes are fitted to; 0 is 64 a cell.
   rerank: candidates that are scored again with the float16 vectors on disk, for approximate codes;
-  0 is none, -1
-    is 50 for ivf_pq and none for the others.
+    0 is none, -1 is 50 for ivf_pq and none for the others.
   """
 
   kind: str = "flat"

@@ -36,8 +36,7 @@ def make_app(
     batching: settings of Batcher.
 
   Replies: 200; 400, 413 for a request that breaks the wire format or the bounds; 503 with
-  Retry-After where
-    the
+    Retry-After where the
   queue is full; 500 where the search failed. All but 200 carry {"error": "one sentence"}.
   """
   if not 1 <= default_topk <= bounds.max_topk:

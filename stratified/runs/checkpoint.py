@@ -75,8 +75,7 @@ class Checkpointer:
 
     Args:
       abstract_state: a tree of jax.ShapeDtypeStruct (see `abstract`); each leaf's sharding is where
-      its array
-        goes, whatever mesh it was saved from.
+        its array goes, whatever mesh it was saved from.
 
     Raises:
       ValueError: the checkpoint has other arrays than `abstract_state` (all are named), or is
@@ -131,8 +130,7 @@ def restore_part(
 
   Raises:
     ValueError: there is no such step (those that are there are named), or these fields hold other
-    arrays, or the
-      checkpoint is damaged.
+      arrays, or the checkpoint is damaged.
   """
   path = pathlib.Path(workdir).absolute() / "checkpoints"
   absl_logging.get_absl_logger().addFilter(_worth_hearing)
@@ -219,8 +217,7 @@ def check_config(
 
   Raises:
     ValueError: another key changed, appeared or vanished (all are named with both values), or a
-    value is not
-      JSON.
+      value is not JSON.
   """
   path = pathlib.Path(workdir) / "config.json"
   path.parent.mkdir(parents=True, exist_ok=True)

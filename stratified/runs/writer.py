@@ -137,11 +137,9 @@ class Writer:
   Args:
     workdir: the run's folder, made if missing.
     resume_step: the step of the restored checkpoint, None when training starts from nothing. Rows
-    and
-      trajectory files of later steps are removed; None removes every row that carries a step.
+      and trajectory files of later steps are removed; None removes every row that carries a step.
     warm_start_step: how much of the warm start was kept when `resume_step` is None; later
-    warm-start rows
-      are removed. A restored checkpoint keeps them all.
+      warm-start rows are removed. A restored checkpoint keeps them all.
     active: False on every process but the first; nothing is read or written then.
 
   Raises:

@@ -19,14 +19,12 @@ class Request:
   """One generation to run.
 
   key: (step, question index in the step, sample): names the rollout; a later request with the same
-  key
-    continues it, so its `token_ids` begin with everything that was fed and sampled before, and
+    key continues it, so its `token_ids` begin with everything that was fed and sampled before, and
     random keys derive from (seed, key, position of the token), never from a slot or the clock.
   token_ids: the whole context.
   max_new_tokens: at least 1.
   stop: strings; generation ends with the token that completes one of them. That token is kept
-  whole,
-    nothing after it is.
+    whole, nothing after it is.
   last: the caller promises not to continue this rollout; what was cached for it may go.
   """
 

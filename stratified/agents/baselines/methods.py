@@ -122,8 +122,8 @@ class Digest:
   """The wording of the pass that condenses what a search found.
 
   template: `{question}`, `{reasoning}` (the rollout's own text so far), `{query}` and `{passages}`
-  stand for what
-    it is about. stops: strings that end the generation, beside the end-of-text token.
+    stand for what it is about. stops: strings that end the generation, beside the end-of-text
+    token.
   """
 
   template: str

@@ -82,8 +82,7 @@ def load_params(
   """The weights as `decoder.weights(config)` names and shapes them.
 
   dtype: of the result, of all or by the decoder's name; None keeps the directory's (a stack whose
-  layers differ takes
-    the wider).
+    layers differ takes the wider).
   sharding_of: the sharding to put each named weight on; None is the default device.
   Only what this process's devices hold of a weight is read, one device's part after the other: on
   the host there is never more than one such part beside the result. Raises FileNotFoundError where
@@ -279,11 +278,9 @@ def save(
   """Writes config.json and model.safetensors, which transformers, vLLM and SGLang load.
 
   dtype: float32, bfloat16 or float16, of all or by the tensor's name there (`stored_dtypes`); a
-  value that it can't
-    hold, or that is not finite, is refused.
+    value that it can't hold, or that is not finite, is refused.
   tokenizer_files: files to copy, or the model directory the weights came from: then its tokenizer,
-  chat
-    template, generation settings, token ids and longest position are taken over.
+    chat template, generation settings, token ids and longest position are taken over.
   extra: further keys of config.json (eos_token_id, max_position_embeddings, ...).
   shard_bytes: the most that a file holds; the weights are then several files with an index. None is
   one file. The weights are written one layer at a time and appear under their names when they are
