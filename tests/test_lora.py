@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_rollouts import collate, decoder_config, parameters, random_groups
+from small_rollouts import collate, decoder_config, family, parameters, random_groups
 
-from stratified import advantages
 from stratified.learner import batching, optimizer, update
+from stratified.learner import state as states
 from stratified.policy import decoder, layers, lora
 
 # Sizes that all differ, so that a product is known by its shape.
@@ -209,20 +209,12 @@ def test_no_product_of_the_whole_weights_size_is_made_in_the_compiled_gradient()
 @functools.cache
 def step_of(mesh):
   chain = optimizer.make(learning_rate=1e-2)
-  return chain, update.make_update(
-    mesh,
-    CONFIG,
-    chain,
-    token_loss=update.policy_gradient(**LOSS),
-    num_strata=3,
-    adapter=LORA,
-    advantage=advantages.make("gn", num_strata=3),
-  )
+  return chain, update.make_update(mesh, CONFIG, chain, family(**LOSS), adapter=LORA)
 
 
 def start(mesh):
   chain, step = step_of(mesh)
-  state = update.init_state(
+  state = states.init_state(
     mesh, CONFIG, parameters(CONFIG), chain, with_reference=True, adapter=LORA, seed=7
   )
   batch = batching.place(
@@ -252,7 +244,7 @@ def test_the_policy_starts_at_its_reference_and_only_adapters_move(mesh):
 
 def test_the_optimizer_and_the_checkpoint_know_adapters_alone(mesh):
   _, state, _ = start(mesh)
-  abstract = update.abstract_state(
+  abstract = states.abstract_state(
     mesh, CONFIG, step_of(mesh)[0], with_reference=True, adapter=LORA
   )
   kept = state._replace(reference=lora.fingerprint(state.reference))

@@ -507,7 +507,7 @@ def test_every_method_makes_trajectories_that_a_batch_can_hold(name):
     strata=[[0]],
     num_strata=1,
   )
-  assert batch.loss_mask_art.sum() == trajectory.num_policy_tokens == batch.length_qk[0, 0]
+  assert batch.policy_art.sum() == trajectory.num_policy_tokens == batch.mass_qk["policy"][0, 0]
   assert batch.token_art[0, 0, : len(trajectory.token_ids)].tolist() == trajectory.token_ids
 
 

@@ -13,7 +13,7 @@ import pytest
 import test_train
 
 from experiments import export
-from stratified.learner import update
+from stratified.learner import state as states
 from stratified.learner.weights import Weights
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
@@ -99,7 +99,7 @@ def test_a_run_on_another_warm_start_is_refused_at_once_by_name(whole, tmp_path)
   weights = loaded(workdir)
   path = workdir / "warm_start"
   chain = build.optimizer(weights.config, warm_start=True)
-  like = update.abstract_state(weights.mesh, weights.model, chain, with_reference=False)
+  like = states.abstract_state(weights.mesh, weights.model, chain, with_reference=False)
   with checkpoint.Checkpointer(path, every=1) as checkpointer:
     state, step = checkpointer.restore_latest(like)
   shutil.rmtree(path)

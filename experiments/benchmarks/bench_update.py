@@ -28,7 +28,8 @@ import numpy as np
 
 from experiments.benchmarks import paired_timing
 from stratified import files
-from stratified.learner import batching, update
+from stratified.algorithms.supervised import Supervised
+from stratified.learner import batching, state as states, update
 from stratified.learner import optimizer as optimizers
 from stratified.runs import build, writer
 from stratified.tasks import worlds
@@ -58,7 +59,7 @@ def demonstrations(count):
   batch = worlds.demonstration_batches(config, worlds.world(config))(0)
   used = batch.segment_art > 0
   of = lambda i: used & (batch.trajectory_art == i)
-  return [(batch.token_art[of(i)], batch.loss_mask_art[of(i)] > 0) for i in range(count)]
+  return [(batch.token_art[of(i)], batch.policy_art[of(i)] > 0) for i in range(count)]
 
 
 def rollouts_of(workdir, count, vocabulary):
@@ -101,17 +102,16 @@ class Ours:
     batch = batching.collate(
       [[trajectory(*r)] for r in rollouts],
       packing=packing,
+      algorithm=Supervised(),
       rewards=zeros,
       strata=zeros,
       num_strata=1,
     )
     self.padding, self._batch = batching.padding_share(batch), batching.place(mesh, batch)
-    self._state = update.init_state(
+    self._state = states.init_state(
       mesh, model, jax.tree.map(jax.numpy.copy, params), optimizer, with_reference=False
     )
-    self._step = update.make_update(
-      mesh, model, optimizer, token_loss=update.supervised, chunk=a.chunk or None
-    )
+    self._step = update.make_update(mesh, model, optimizer, Supervised(), chunk=a.chunk or None)
 
   def __call__(self) -> float:
     self._state, stats = self._step(self._state, self._batch)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from stratified import sharding
-from stratified.learner import batching, update
+from stratified.learner import batching, state as states
 from stratified.planning import costs, hlo
 from stratified.policy import decoder, layers
 from stratified.runs import build, check
@@ -64,7 +64,7 @@ class Plan:
 def state_of(plan: Plan):
   """The training state as it lies between updates: shapes, dtypes, shardings."""
   config, adapter = plan.config, build.adapter(plan.config)
-  state = update.abstract_state(
+  state = states.abstract_state(
     plan.mesh,
     plan.model,
     build.optimizer(config),
@@ -73,7 +73,7 @@ def state_of(plan: Plan):
     host=build.host_parts(config),
   )
   if adapter:  # a checkpoint holds only a fingerprint of the frozen weights
-    frozen = update.abstract_state(
+    frozen = states.abstract_state(
       plan.mesh, plan.model, build.optimizer(config), with_reference=False
     ).params
     state = state._replace(

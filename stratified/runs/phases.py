@@ -12,7 +12,7 @@ import jax
 from stratified import files
 from stratified.agents import loop
 from stratified.evaluation import score as scoring
-from stratified.learner import batching, processes, update
+from stratified.learner import batching, processes, state as states
 from stratified.policy import decoder
 from stratified.progress import Progress
 from stratified.runs import build
@@ -58,13 +58,13 @@ def warm_start(
   optimizer = build.optimizer(config, warm_start=True)
   total = config.warm_start.num_steps
   restored = checkpointer.restore_latest(
-    update.abstract_state(mesh, model, optimizer, with_reference=False)
+    states.abstract_state(mesh, model, optimizer, with_reference=False)
   )
   if restored:
     state, step = restored
   else:
     params = build.initial_params(config, model, mesh)
-    state, step = update.init_state(mesh, model, params, optimizer, with_reference=False), 0
+    state, step = states.init_state(mesh, model, params, optimizer, with_reference=False), 0
   learn = build.supervised_update(config, mesh, model, optimizer)
   batch_at = worlds.demonstration_batches(config, world)
   with Progress(total, "warm-start steps", done=step, active=processes.is_first()) as progress:

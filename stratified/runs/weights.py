@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from stratified import sharding
-from stratified.learner import update
+from stratified.learner import state as states
 from stratified.policy import decoder, lora
 from stratified.runs import build, checkpoint
 from stratified.types import TrainState
@@ -45,7 +45,7 @@ class Weights:
     """The state at step 0; it takes `params` over."""
     if self.adapter:
       params = {name: value.astype(self.start_dtype[name]) for name, value in params.items()}
-    return update.init_state(
+    return states.init_state(
       self.mesh,
       self.model,
       params,
@@ -57,7 +57,7 @@ class Weights:
     )
 
   def abstract(self) -> TrainState:
-    return update.abstract_state(
+    return states.abstract_state(
       self.mesh,
       self.model,
       self.optimizer,
@@ -123,7 +123,7 @@ class Weights:
     if c.warm_start.num_steps:
       source = f"{pathlib.Path(workdir) / 'warm_start'}"
       wanted = {
-        "params": update.abstract_state(
+        "params": states.abstract_state(
           self.mesh, self.model, self.optimizer, with_reference=False
         ).params
       }
