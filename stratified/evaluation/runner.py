@@ -8,6 +8,7 @@ from typing import Any
 
 from stratified import files
 from stratified.agents import loop
+from stratified.config import Rule, unaffected
 from stratified.data import readers
 from stratified.evaluation import answers, intervals, tables
 from stratified.evaluation import score as scoring
@@ -19,38 +20,6 @@ FIRST_STEP = 2**30  # names the random keys of evaluation; training never gets s
 CHUNK = 256  # questions in flight; more would only delay the progress line
 
 Sets = dict[str, tuple[list[Question], Any]]  # name -> (questions, retriever)
-
-# Fields of a config that an answer depends on, by prefix, without those that only say where and how
-# fast.
-_MATTER = (
-  "seed",
-  "data.",
-  "policy.",
-  "rollout.",
-  "retriever.",
-  "sampler.name",
-  "sampler.dtype",
-  "lora.",
-)
-_INDIFFERENT = (
-  "data.questions_per_step",
-  "data.split",
-  "policy.remat",
-  "policy.attention",
-  "policy.unroll",
-  "policy.logit_chunk",
-  "rollout.samples_per_question",
-  "rollout.max_staleness",
-  "rollout.temperature",
-  "rollout.top_p",
-  "retriever.timeout_s",
-  "retriever.retries",
-  "retriever.give_up_s",
-  "retriever.url",
-  "retriever.cache",
-  "retriever.queries_per_request",
-  "retriever.in_flight",
-)
 
 
 class Stopped(Exception):
@@ -110,15 +79,18 @@ def _first(questions: list[Question], count: int | None) -> list[Question]:
 
 
 def settings(
-  config, *, step: int, samples: int, temperature: float, forced: int | None
+  config,
+  rules: Mapping[str, Rule],
+  *,
+  step: int,
+  samples: int,
+  temperature: float,
+  forced: int | None,
 ) -> dict[str, Any]:
-  """What the answers depend on, beside the questions themselves."""
-  flat = files.flatten(config.to_dict())
-  kept = {
-    key: value
-    for key, value in flat.items()
-    if key.startswith(_MATTER) and not key.startswith(_INDIFFERENT)
-  }
+  """What the answers depend on, beside the questions themselves. rules: of the config's fields."""
+  kept = files.flatten(config.to_dict())
+  for name in unaffected(rules, "answers"):
+    kept.pop(name, None)
   kept |= {"step": step, "samples": samples, "temperature": temperature, "forced": forced}
   if temperature:
     kept["rollout.top_p"] = config.rollout.top_p
