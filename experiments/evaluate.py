@@ -23,9 +23,10 @@ from ml_collections import config_flags
 from stratified import files
 from stratified.config import unaffected
 from stratified.evaluation import answers, runner, tables
-from stratified.learner.weights import Weights
+from stratified.runs.weights import Weights
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, command_line, phases, settings
+from stratified.runs import build, command_line, held_out, settings
+from stratified.runs.stop import Stop
 from stratified.runs import samplers as servers
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.tasks import worlds
@@ -58,7 +59,7 @@ _LABEL = flags.DEFINE_string("label", None, "The row's name in the tables.")
 
 
 def main(_) -> None:
-  workdir, stop = pathlib.Path(_WORKDIR.value), phases.Stop()
+  workdir, stop = pathlib.Path(_WORKDIR.value), Stop()
   try:
     config, stored = _config(workdir)
     temperature = _temperature(config)
@@ -70,7 +71,7 @@ def main(_) -> None:
     runner.check_shared(sets, others)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
-  phases.enable_compilation_cache()
+  build.enable_compilation_cache()
   model, mesh = made.model, made.mesh
   step, params = restore(made, workdir) if stored else (0, None)
   label = _LABEL.value or workdir.name + (f", step {step}" if stored else "")
@@ -148,7 +149,7 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
     }
   elif _SETS.value:
     scores["sets"] = _sets_of_step(workdir, step) | scores["sets"]
-  phases.record(workdir, scores)
+  held_out.record(workdir, scores)
 
 
 def restore(made: build.Run, workdir):

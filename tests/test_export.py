@@ -18,7 +18,7 @@ import transformers
 from configs import search_r1
 from experiments import export
 from stratified.data import tokenizer as tokenizers
-from stratified.learner.weights import Weights
+from stratified.runs.weights import Weights
 from stratified.policy import decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.files import safetensors as tensor_files

@@ -14,7 +14,7 @@ import test_train
 
 from experiments import export
 from stratified.learner import state as states
-from stratified.learner.weights import Weights
+from stratified.runs.weights import Weights
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
 from stratified.runs import build, check, checkpoint

@@ -93,6 +93,17 @@ class AdvantageSettings(Settings):
         f"K is {samples_per_question}; lower it below rollout.samples_per_question (0 is the "
         "paper's)"
       )
+    if samples_per_question == 1 and self.is_relative:
+      raise ValueError(
+        f"rollout.samples_per_question=1 leaves advantage.name={self.name!r} nothing to compare a "
+        "rollout with, so that every advantage is 0; sample at least 2, or choose one of reinforce, "
+        f"{', '.join(sorted(BATCH))}"
+      )
+
+  @property
+  def is_relative(self) -> bool:
+    """Whether a rollout is compared with others of its question alone."""
+    return self.name not in (*BATCH, "reinforce") and self.over != "batch"
 
 
 def kernel_of(name: str) -> Callable:

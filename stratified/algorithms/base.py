@@ -11,7 +11,8 @@ where the stream of that name says on the host how much each token counts. A ste
     for each epoch and mini-batch:
       losses = algorithm.losses(outputs, before, credit, micro)    differentiated in the outputs
 
-A method is one file: a subclass of `Algorithm` with its settings as dataclass fields.
+A method is one file: a subclass of `Algorithm` whose fields are its settings, with `make`, which
+builds it from a config (see algorithms/__init__.py).
 """
 
 from collections.abc import Sequence
@@ -75,6 +76,10 @@ class Algorithm:
   HEADS: ClassVar[tuple[str, ...]] = ()
   STREAMS: ClassVar[tuple[str, ...]] = ("policy",)
 
+  def stages(self, num_steps: int) -> tuple["Stage", ...]:
+    """The parts of a run after its warm start; by default `num_steps` of reinforcement."""
+    return (Stage("reinforcement", "rollouts", num_steps, self),)
+
   @property
   def looks_before(self) -> bool:
     """Whether `credit` or `losses` read what the policy said before the step's first update."""
@@ -109,3 +114,16 @@ def by_origin(
   return [
     of[segment.origin] for segment in trajectory.segments for _ in range(len(segment.token_ids))
   ]
+
+
+class Stage(NamedTuple):
+  """A part of a run, trained to its end before the next begins.
+
+  name: in the rows of metrics.jsonl. source: where its batches come from, "demonstrations" (the
+  task's, scripted) or "rollouts" (the policy's own). algorithm: what it learns from them.
+  """
+
+  name: str
+  source: str
+  num_steps: int
+  algorithm: Algorithm

@@ -6,7 +6,7 @@ Stratified GRPO (arXiv 2510.06214) is `blend` or `san`, GRPO (2402.03300) `gn`, 
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +99,19 @@ class Grpo(Algorithm):
   said before the first update (`update.make_update` gives it in either case).
   """
 
+  SETTINGS: ClassVar[tuple[type, ...]] = (advantages.AdvantageSettings, PolicyLossSettings)
+
   advantage: advantages.AdvantageSettings
   loss: PolicyLossSettings
   num_strata: int
   max_tokens: int
+
+  @classmethod
+  def make(cls, read, facts) -> "Grpo":
+    """Raises ValueError where the estimator has nothing to work on in groups of this size."""
+    advantage = read(advantages.AdvantageSettings)
+    advantage.check_samples(facts.samples_per_question)
+    return cls(advantage, read(PolicyLossSettings), facts.num_strata, facts.max_tokens)
 
   def credit(self, batch, before, step) -> Credit:
     """A = estimator(R, strata), for every token of a rollout alike."""

@@ -1,7 +1,7 @@
 """Supervised training on demonstrations: cross-entropy, of what was read at its own weight."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 

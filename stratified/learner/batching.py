@@ -138,9 +138,11 @@ def collate(
   rows, first_m = _pack(encoded, q, k, packing)
   names = ["token", "sampled", "logp", *(("stream", name) for name in algorithm.STREAMS)]
   fields = _fill(rows, encoded, packing, names)
-  mass = lambda name: [
-    sum(encoded[i]["stream", name]) if i in encoded else 0.0 for i in range(len(flat))
-  ]
+  # The sum of the numbers as the update sees them, in float32.
+  mass_of = lambda i, name: (
+    np.asarray(encoded[i]["stream", name], np.float32).sum(dtype=np.float64) if i in encoded else 0
+  )
+  mass = lambda name: [mass_of(i, name) for i in range(len(flat))]
   return Batch(
     token_art=fields["token"],
     position_art=fields["position"],

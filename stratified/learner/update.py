@@ -10,14 +10,14 @@ hold anything is a traced number: short batches cost less, and the step still co
 from collections.abc import Callable, Collection
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from stratified import losses, sharding
-from stratified.algorithms.base import Algorithm, Credit, Loss, Outputs
+from stratified.algorithms.base import Algorithm, Loss, Outputs
 from stratified.config import setting, Settings
 from stratified.learner import state as states
 from stratified.policy import decoder, log_probs, lora
@@ -72,16 +72,19 @@ def make_update(
     if several or algorithm.looks_before:
       before = _every_micro(forward, state, batch)
     credit = algorithm.credit(batch, before, state.step)
+    by_token = {name: x if x.ndim == 3 else flat(x) for name, x in credit.token.items()}
 
     def one_update(state: TrainState, m):
+      counts = _counts(batch, m, settings.mini_batches)
+
       def loss_of(params, rows):
         micro, micro_before, micro_credit = rows
         known = micro_before and micro_before.reference_logp
         outputs = forward(params, state.reference, micro, reference_logp=known)
         components = algorithm.losses(outputs, micro_before, micro_credit, micro)
-        return _weighted(components, micro, batch, m, settings.mini_batches)
+        return _weighted(components, micro, counts)
 
-      rows_at = functools.partial(_micro_batch, batch, before, credit)
+      rows_at = functools.partial(_micro_batch, batch, before, by_token)
       first, last = (0 if settings.mini_batches == 1 else batch.first_m[m]), batch.first_m[m + 1]
       gradient, loss, means, maxima = _accumulate(loss_of, state.params, rows_at, first, last)
       state, skipped = _apply_if_finite(optimizer, state, gradient, loss)
@@ -130,7 +133,7 @@ def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
   """Outputs [A, R, T] of the state's parameters on all micro-batches, zeros where nothing lies."""
 
   def outputs(i):
-    return forward(state.params, state.reference, _micro_batch(batch, None, None, i)[0])
+    return forward(state.params, state.reference, _micro_batch(batch, None, {}, i)[0])
 
   def fill(i, filled):
     put = lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0)
@@ -144,23 +147,23 @@ def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
   return jax.lax.fori_loop(0, batch.first_m[-1], fill, empty)
 
 
-def _micro_batch(batch: Batch, before: Outputs | None, credit: Credit | None, i):
-  """(batch, before, credit by token) of micro-batch i: what was [A, R, T] is [R, T]."""
+def _micro_batch(batch: Batch, before: Outputs | None, credit: dict[str, Any], i):
+  """(batch, before, credit by token) of micro-batch i: what was [A, R, T] or [Q K] is [R, T]."""
   at = lambda tree: jax.tree.map(
     lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree
   )
   micro = batch._replace(
     **{name: at(value) for name, value in batch._asdict().items() if name.endswith("_art")}
   )
-  by_token = {}
-  for name, value in (credit.token if credit else {}).items():
-    by_token[name] = of_token(value, micro) if value.ndim == 2 else at(value)
+  by_token = {
+    name: of_token(value, micro) if value.ndim == 1 else at(value) for name, value in credit.items()
+  }
   return micro, at(before), by_token
 
 
-def of_token(x_qk, micro: Batch):
-  """At each token of a micro-batch [R, T] the value of its rollout: any row may hold any rollout."""
-  return sharding.take(replicate(x_qk).reshape(-1), micro.trajectory_art, "row", None)
+def flat(x_qk):
+  """[Q, K] -> [Q K], whole on every device: any row may hold any rollout's tokens."""
+  return replicate(x_qk).reshape(-1)
 
 
 def replicate(x_qk):
@@ -168,33 +171,56 @@ def replicate(x_qk):
   return x_qk if not sharding.meshed() else jax.sharding.reshard(x_qk, P(None, None))
 
 
-def _weighted(components: dict[str, Loss], micro: Batch, batch: Batch, m, mini_batches: int):
-  """(loss, (sums, maxima)) of a micro-batch: weight x loss over all components; all are additive."""
+def of_token(x_n, micro: Batch):
+  """At each token of a micro-batch [R, T] the value of its rollout."""
+  return sharding.take(x_n, micro.trajectory_art, "row", None)
+
+
+class Counts(NamedTuple):
+  """What a mini-batch's losses are divided by: its rollouts that count, and their streams."""
+
+  valid: Any  # [Q K]
+  mass: dict[str, Any]  # [Q K] of each stream
+  tokens: dict[str, Any]  # its sum over the rollouts that count
+  trajectories: Any
+
+
+def _counts(batch: Batch, m, mini_batches: int) -> Counts:
   valid_qk = batch.valid_qk
   if mini_batches > 1:
-    question = jnp.arange(valid_qk.shape[0])
-    own = (question * mini_batches) // valid_qk.shape[0] == m
-    valid_qk = valid_qk * sharding.constrain(own.astype(valid_qk.dtype), "question")[:, None]
-  total, sums, maxima = 0.0, {}, {}
+    own_q = (jnp.arange(valid_qk.shape[0]) * mini_batches) // valid_qk.shape[0] == m
+    own_q = sharding.constrain(own_q.astype(valid_qk.dtype), "question")
+    valid_qk = valid_qk * own_q[:, None]
+  return Counts(
+    valid=flat(valid_qk),
+    mass={name: flat(mass_qk) for name, mass_qk in batch.mass_qk.items()},
+    tokens={name: (mass_qk * valid_qk).sum() for name, mass_qk in batch.mass_qk.items()},
+    trajectories=valid_qk.sum(),
+  )
+
+
+def _weighted(components: dict[str, Loss], micro: Batch, counts: Counts):
+  """(loss, (sums, maxima)) of a micro-batch: weight x loss over all components; all are additive."""
+  totals, sums, maxima = [], {}, {}
   for name, loss in components.items():
-    stream, mass_qk = micro.stream_art[name], batch.mass_qk[name]
+    stream = micro.stream_art[name]
     weight = losses.token_weights(
       stream,
-      of_token(valid_qk, micro),
-      of_token(mass_qk, micro),
+      of_token(counts.valid, micro),
+      of_token(counts.mass[name], micro),
       aggregation=loss.aggregation,
       max_tokens=loss.max_tokens,
-      tokens=(mass_qk * valid_qk).sum(),
-      trajectories=valid_qk.sum(),
+      tokens=counts.tokens[name],
+      trajectories=counts.trajectories,
     )
     # Padding may hold anything, infinities too: select, never multiply.
     used = lambda x: jnp.where(stream > 0, x, 0.0)
-    total += (weight * used(loss.value)).sum()
+    totals.append((weight * used(loss.value)).sum())
     means, largest = jax.lax.stop_gradient((loss.means, loss.maxima))
     sums[name] = {key: (stream * used(x)).sum() for key, x in means.items()}
     sums[name][""] = stream.sum()
     maxima |= {key: used(x).max() for key, x in largest.items()}
-  return total, (sums, maxima)
+  return functools.reduce(jnp.add, totals), (sums, maxima)
 
 
 def _accumulate(loss_of: Callable, params, rows_at: Callable, first, last):

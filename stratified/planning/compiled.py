@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stratified import sharding
 from stratified.learner import batching, state as states
 from stratified.planning import costs, hlo
 from stratified.policy import decoder, layers
@@ -49,7 +48,7 @@ class Plan:
 
   @property
   def packing(self) -> batching.Packing:
-    return self.run.packing
+    return self.run.last.packing
 
   @property
   def rollouts(self) -> int:
@@ -67,14 +66,14 @@ def state_of(plan: Plan):
   state = states.abstract_state(
     plan.mesh,
     plan.model,
-    plan.run.optimizer,
+    plan.run.last.optimizer,
     with_reference=True,
     adapter=adapter,
     host=build.host_parts(config),
   )
   if adapter:  # a checkpoint holds only a fingerprint of the frozen weights
     frozen = states.abstract_state(
-      plan.mesh, plan.model, plan.run.optimizer, with_reference=False
+      plan.mesh, plan.model, plan.run.last.optimizer, with_reference=False
     ).params
     state = state._replace(
       reference={
@@ -88,29 +87,13 @@ def state_of(plan: Plan):
 
 
 def batch_of(plan: Plan) -> Batch:
-  packing, config = plan.packing, plan.config
-  struct = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=sharding.named(plan.mesh, axes)
-  )
-  token = lambda dtype: struct(
-    (packing.micro, packing.rows, packing.length), dtype, None, "row", None
-  )
-  question = lambda dtype: struct(
-    (config.data.questions_per_step, config.rollout.samples_per_question), dtype, "question", None
-  )
-  i, f = jnp.int32, jnp.float32
-  return Batch(
-    token(i),
-    token(i),
-    token(i),
-    token(f),
-    token(f),
-    token(i),
-    struct((), i),
-    question(f),
-    question(f),
-    question(i),
-    question(f),
+  config = plan.config
+  return batching.abstract(
+    plan.mesh,
+    plan.packing,
+    plan.run.last.stage.algorithm,
+    config.data.questions_per_step,
+    config.rollout.samples_per_question,
   )
 
 
@@ -124,7 +107,7 @@ def local_bytes(tree) -> int:
 
 
 def compile_update(plan: Plan):
-  return plan.run.learn.lower(state_of(plan), batch_of(plan)).compile()
+  return plan.run.last.learn.lower(state_of(plan), batch_of(plan)).compile()
 
 
 def peak_of(program) -> int:

@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 
-from stratified import advantages, files, sharding, strata
+from stratified import algorithms, files, sharding, strata
 from stratified import config as configs
-from stratified.advantages import choose
+from stratified.algorithms import AlgorithmSettings
+from stratified.algorithms.base import Algorithm, Stage
+from stratified.algorithms.supervised import Supervised
 from stratified.agents import agent
 from stratified.config import read
 from stratified.data import tokenizer as tokenizers
@@ -29,10 +31,20 @@ from stratified.tasks import worlds
 
 
 @dataclasses.dataclass(frozen=True)
+class StageParts:
+  """What a stage trains with: its optimizer, the shapes of its batches, its jitted update."""
+
+  stage: Stage
+  optimizer: Any
+  packing: batching.Packing
+  learn: update.OnMesh
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
   """The parts of a run.
 
-  learn: the jitted update. warm_optimizer: None without a warm start. world: None where the run was
+  stages: in their order, the warm start first where there is one. world: None where the run was
   built without one.
   """
 
@@ -40,11 +52,14 @@ class Run:
   mesh: jax.sharding.Mesh
   model: decoder.DecoderConfig
   partition: strata.Partition
-  optimizer: Any
-  warm_optimizer: Any
-  packing: batching.Packing
-  learn: Any
+  algorithm: Algorithm
+  stages: tuple[StageParts, ...]
   world: worlds.World | None
+
+  @property
+  def last(self) -> StageParts:
+    """The stage that the run ends with: whose state its checkpoints hold."""
+    return self.stages[-1]
 
   @property
   def workdir_config(self) -> dict:
@@ -77,18 +92,9 @@ def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
   not fit each other or the mesh."""
   check_split(config, mesh, model)
   check_adapter(config, model)
-  chain, assign = optimizer(config), partition(config)
-  return Run(
-    config,
-    mesh,
-    model,
-    assign,
-    chain,
-    optimizer(config, warm_start=True) if config.warm_start.num_steps else None,
-    packing(config, mesh),
-    reinforcement_update(config, mesh, model, chain, assign.num_strata),
-    world=None,
-  )
+  assign = partition(config)
+  method = algorithm(config, assign.num_strata)
+  return Run(config, mesh, model, assign, method, stages(config, mesh, model, method), world=None)
 
 
 ###  Parts  ###
@@ -168,7 +174,8 @@ def optimizer(config, *, warm_start: bool = False):
   return optimizers.make(
     name=o.name,
     learning_rate=o.learning_rate,
-    warmup_steps=o.warmup_steps,
+    # A step of the config is a rollout batch; the schedule counts updates.
+    warmup_steps=o.warmup_steps * config.update.epochs * config.update.mini_batches,
     weight_decay=o.weight_decay,
     clip_norm=o.clip_norm,
     b1=o.b1,
@@ -180,15 +187,7 @@ def partition(config) -> strata.Partition:
   return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed)
 
 
-def advantage_options(config) -> dict[str, Any]:
-  return {
-    name: value
-    for name, value in config.advantage.to_dict().items()
-    if name != "name" and value is not None
-  }
-
-
-def packing(config, mesh, count: int | None = None) -> batching.Packing:
+def packing(config, mesh, count: int | None = None, mini_batches: int = 1) -> batching.Packing:
   """The shapes of a step's batch: of `count` rollouts, or of as many as a training step has."""
   shards = mesh.shape["data"] * mesh.shape["fsdp"]
   return batching.Packing.for_rollouts(
@@ -196,6 +195,7 @@ def packing(config, mesh, count: int | None = None) -> batching.Packing:
     length=config.packing.row_length,
     rows=config.packing.rows or shards,
     shards=shards,
+    mini_batches=mini_batches,
   )
 
 
@@ -204,42 +204,43 @@ def host_parts(config) -> tuple[str, ...]:
   return read(settings.MemorySettings, config).host_parts
 
 
-def reinforcement_update(config, mesh, model, optimizer_, num_strata: int):
-  """The jitted update of the config's algorithm."""
-  l = config.loss
-  return update.make_update(
-    mesh,
-    model,
-    optimizer_,
-    token_loss=update.policy_gradient(
-      clip_ratio=l.clip_ratio,
-      kl_coefficient=l.kl_coefficient,
-      kl_estimator=l.kl_estimator,
-      old_log_probs=l.old_log_probs,
-      importance_cap=l.importance_cap or None,
-      importance=l.importance,
-    ),
-    advantage=advantages.make(
-      config.advantage.name,
-      num_strata=num_strata,
-      samples_per_question=config.rollout.samples_per_question,
-      **advantage_options(config),
-    ),
+def algorithm(config, num_strata: int) -> Algorithm:
+  """The method of `algorithm.name` with its settings."""
+  facts = algorithms.Facts(
     num_strata=num_strata,
-    eps=config.advantage.eps,
-    aggregation=l.aggregation,
+    samples_per_question=config.rollout.samples_per_question,
     max_tokens=config.rollout.max_tokens,
-    temperature=config.rollout.temperature,
-    chunk=config.policy.logit_chunk or None,
-    adapter=adapter(config),
-    host=host_parts(config),
   )
+  read_settings = functools.partial(read, config=config)
+  return algorithms.make(read(AlgorithmSettings, config).name, read_settings, facts)
 
 
-def supervised_update(config, mesh, model, optimizer_):
-  return update.make_update(
-    mesh, model, optimizer_, token_loss=update.supervised, chunk=config.policy.logit_chunk or None
-  )
+def stages(config, mesh, model, method: Algorithm) -> tuple[StageParts, ...]:
+  """The parts of every stage: the warm start's, where there is one, and the method's own."""
+  make = functools.partial(update.make_update, mesh, model)
+  chunk, found = config.policy.logit_chunk or None, []
+  w = config.warm_start
+  if w.num_steps:
+    imitate = Stage("warm_start", "demonstrations", w.num_steps, Supervised(w.context_weight))
+    chain = optimizer(config, warm_start=True)
+    shapes = packing(config, mesh, w.demonstrations_per_step)
+    learn = make(chain, imitate.algorithm, chunk=chunk)
+    found.append(StageParts(imitate, chain, shapes, learn))
+  repeat = read(update.UpdateSettings, config)
+  shapes = packing(config, mesh, mini_batches=repeat.mini_batches)
+  for stage in method.stages(config.num_steps):
+    chain = optimizer(config)
+    learn = make(
+      chain,
+      stage.algorithm,
+      settings=repeat,
+      temperature=config.rollout.temperature,
+      chunk=chunk,
+      adapter=adapter(config),
+      host=host_parts(config),
+    )
+    found.append(StageParts(stage, chain, shapes, learn))
+  return tuple(found)
 
 
 def open_world(config) -> worlds.World:
@@ -260,6 +261,12 @@ def open_world(config) -> worlds.World:
   return world
 
 
+def enable_compilation_cache() -> None:
+  """Keeps compiled programs beside the project: a second run or a resumed one starts at once."""
+  jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(".cache/jax").absolute()))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 ###  What does not go together  ###
 
 
@@ -269,7 +276,8 @@ def check_settings(config) -> None:
   check_sizes(config)
   check_staleness(config)
   check_rows(config)
-  check_groups(config)
+  check_updates(config)
+  algorithm(config, partition(config).num_strata)
   worlds.limits(config)
   if config.data.name == "encyclopedia":
     worlds.encyclopedia_settings(config.data)
@@ -314,16 +322,12 @@ def check_rows(config) -> None:
     )
 
 
-def check_groups(config) -> None:
-  """Refuses an estimator that its options or the size of a group leave nothing to work on."""
-  a, k = config.advantage, config.rollout.samples_per_question
-  advantages.validate(a.name, k, advantage_options(config))
-  relative = a.name in choose.GROUP and a.name != "reinforce"
-  if k == 1 and relative and a.over != "batch":
+def check_updates(config) -> None:
+  parts, questions = config.update.mini_batches, config.data.questions_per_step
+  if questions % parts:
     raise ValueError(
-      f"rollout.samples_per_question=1 leaves advantage.name={a.name!r} nothing to compare a "
-      "rollout with, so that every advantage is 0; sample at least 2, or choose one of reinforce, "
-      f"{', '.join(sorted(choose.BATCH))}"
+      f"update.mini_batches={parts} does not divide data.questions_per_step={questions}; choose a "
+      "divisor, so that every update sees as many questions"
     )
 
 

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import pathlib
 
+from stratified import algorithms
 from stratified import config as configs
 from stratified import files
+from stratified.algorithms import AlgorithmSettings
 from stratified.config import setting, Settings
 from stratified.learner.batching import PackingSettings
+from stratified.learner.update import UpdateSettings
 from stratified.retrieval.client import HttpSettings
 from stratified.retrieval.retrievers import RetrieverSettings
 from stratified.runs import sections
@@ -86,6 +89,9 @@ class EvalSettings(Settings):
 CLASSES = (
   RunSettings,
   *sections.CLASSES,
+  AlgorithmSettings,
+  *algorithms.SETTINGS,
+  UpdateSettings,
   RolloutSettings,
   SamplingSettings,
   SamplerSettings,

@@ -28,10 +28,15 @@ class Weights:
   mesh: Any
   model: decoder.DecoderConfig
   optimizer: Any
+  plain: bool = False  # every weight is trained, and nothing is a reference: a supervised stage
 
   @property
   def adapter(self) -> lora.LoraConfig | None:
-    return build.adapter(self.config)
+    return None if self.plain else build.adapter(self.config)
+
+  @property
+  def host(self) -> tuple[str, ...]:
+    return () if self.plain else build.host_parts(self.config)
 
   @property
   def start_dtype(self) -> str | dict[str, str]:
@@ -50,10 +55,10 @@ class Weights:
       self.model,
       params,
       self.optimizer,
-      with_reference=True,
+      with_reference=not self.plain,
       adapter=self.adapter,
       seed=self.config.seed,
-      host=build.host_parts(self.config),
+      host=self.host,
     )
 
   def abstract(self) -> TrainState:
@@ -61,9 +66,9 @@ class Weights:
       self.mesh,
       self.model,
       self.optimizer,
-      with_reference=True,
+      with_reference=not self.plain,
       adapter=self.adapter,
-      host=build.host_parts(self.config),
+      host=self.host,
     )
 
   def at_rest(self, state: TrainState) -> TrainState:

@@ -206,7 +206,7 @@ def demonstration_config(config) -> demonstrations.DemonstrationConfig:
   )
 
 
-def demonstration_batches(config, world_: World, shape: batching.Packing):
+def demonstration_batches(config, world_: World, shape: batching.Packing, algorithm):
   """step -> Batch of scripted demonstrations, one a question, through the agent loop.
 
   shape: of a batch of warm_start.demonstrations_per_step rollouts.
@@ -244,8 +244,9 @@ def demonstration_batches(config, world_: World, shape: batching.Packing):
       step=step,
     )
     zeros = np.zeros((len(groups), 1), np.int32)
-    batch = batching.collate(groups, packing=shape, rewards=zeros, strata=zeros, num_strata=1)
-    return batching.weigh_context(batch, w.context_weight)
+    return batching.collate(
+      groups, packing=shape, algorithm=algorithm, rewards=zeros, strata=zeros, num_strata=1
+    )
 
   return batch_at
 
