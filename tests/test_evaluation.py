@@ -20,7 +20,7 @@ from stratified.agents import tags
 from stratified.agents.limits import Limits
 from stratified.evaluation import answers, runner
 from stratified.retrieval.corpus import Passage
-from stratified.runs import check
+from stratified.runs import build, settings
 from stratified.tasks import worlds
 from stratified.types import Question
 
@@ -250,7 +250,7 @@ def test_all_questions_of_a_world_without_end_are_refused():
 
 def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
   config = search_r1.get_config("tiny")
-  base = runner.settings(config, step=3, samples=1, temperature=0.0, forced=None)
+  base = runner.settings(config, settings.rules(), step=3, samples=1, temperature=0.0, forced=None)
   changed = lambda **more: _differing(base, config, more)
   assert (
     changed(
@@ -263,7 +263,7 @@ def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
   )
   assert changed(**{"rollout.max_turns": 1}) == ["rollout.max_turns"]
   assert changed(**{"data.entities": 5, "policy.width": 8}) == ["data.entities", "policy.width"]
-  hot = runner.settings(config, step=3, samples=4, temperature=0.5, forced=None)
+  hot = runner.settings(config, settings.rules(), step=3, samples=4, temperature=0.5, forced=None)
   assert {key for key in hot if base.get(key) != hot[key]} == {
     "samples",
     "temperature",
@@ -274,7 +274,7 @@ def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
 def _differing(base, config, changes):
   copy = config.copy_and_resolve_references()
   copy.update_from_flattened_dict(changes)
-  other = runner.settings(copy, step=3, samples=1, temperature=0.0, forced=None)
+  other = runner.settings(copy, settings.rules(), step=3, samples=1, temperature=0.0, forced=None)
   return sorted(key for key in base.keys() | other if base.get(key) != other.get(key))
 
 
@@ -325,7 +325,7 @@ def test_what_a_method_cannot_do_is_refused(changes, message):
   config = search_r1.get_config("tiny")
   config.update_from_flattened_dict(changes)
   with pytest.raises(ValueError) as error:
-    check.check(config)
+    build.build(config, world=False)
   assert message in str(error.value)
 
 
