@@ -54,8 +54,7 @@ def packed_logits(config, params, token, position, segment):
 
 @pytest.mark.parametrize(
   "family,implementation",
-  [(family, "library") for family in FAMILIES]
-  + [(family, "folded") for family in ("llama3", "qwen2-tied", "qwen3", "qwen3-tied")],
+  [(family, "library") for family in FAMILIES] + [(family, "folded") for family in FAMILIES],
 )
 def test_each_packed_segment_has_the_logits_that_transformers_gives_it_alone(
   family, implementation
@@ -107,7 +106,18 @@ def test_a_hidden_state_depends_on_the_earlier_tokens_of_its_own_segment_and_on_
   np.testing.assert_array_equal(found[real] > 0, allowed[real])
 
 
-@pytest.mark.parametrize("family,implementation", [("qwen2", "library"), ("qwen3-tied", "folded")])
+@pytest.mark.parametrize(
+  "family,implementation",
+  [
+    ("qwen2", "library"),
+    ("qwen3-tied", "folded"),
+    ("qwen3-yarn", "folded"),
+    ("ministral", "folded"),
+    ("mistral", "library"),
+    ("gemma3", "library"),
+    ("olmo2", "folded"),
+  ],
+)
 def test_gradients_of_the_mean_log_prob_equal_transformers(family, implementation):
   config, params = loaded(family, attention=implementation)
   token = np.random.default_rng(2).integers(0, 97, 15)
@@ -192,7 +202,7 @@ def feed(config, layers, cache, token, begin, end, width, lane=None):
   return extended(config, layers, block, position, cache, lane)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_in_chunks_then_single_tokens_gives_the_logits_of_the_packed_path(family):
   config, layers, token, truth = lanes_and_truth(family)
   cache, at = decoder.empty_cache(config, 4, LENGTH), np.zeros(4, int)

@@ -17,7 +17,7 @@ from small_rollouts import collate, decoder_config, parameters, random_groups
 
 from stratified import advantages
 from stratified.learner import batching, optimizer, update
-from stratified.policy import decoder, layers, lora
+from stratified.policy import decoder, lora
 
 # Sizes that all differ, so that a product is known by its shape.
 CONFIG = decoder_config(width=20, num_heads=3, num_kv_heads=1, head_dim=6, mlp_width=28)
@@ -45,7 +45,7 @@ def packed(config, seed=0):
 # --- The same function in both forms ---
 
 
-@pytest.mark.parametrize("targets", [tuple(layers.LINEAR), ("v", "o"), ("down",)], ids=",".join)
+@pytest.mark.parametrize("targets", [LORA.targets, ("v", "o"), ("down",)], ids=",".join)
 @pytest.mark.parametrize("switches", [{}, EVERY], ids=["plain", "biases and norms"])
 def test_thin_products_beside_the_weights_equal_merged_weights(switches, targets):
   config, adapter = (

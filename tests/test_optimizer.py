@@ -8,6 +8,7 @@ import pytest
 from small_rollouts import decoder_config, parameters
 
 from stratified.learner import optimizer
+from stratified.policy import weights
 
 
 def moves(chain, gradient, count):
@@ -100,9 +101,9 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
   found, expected = (
     chain.update(gradient, chain.init(params), params)[0] for chain in (muon, adamw)
   )
-  assert set(optimizer.MATRICES) <= set(params)
+  assert set(weights.linear_layers()) <= set(params)
   for name, update in found.items():
-    if name not in optimizer.MATRICES:
+    if name not in weights.linear_layers():
       np.testing.assert_allclose(update, expected[name], rtol=1e-6)
       continue
     for g, moved in zip(as_matrices(name, gradient[name]), as_matrices(name, update)):

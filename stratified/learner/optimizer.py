@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from stratified import sharding
+from stratified.policy import weights
 
-# The matrices that Muon orthogonalises, and how many dimensions after `layers` their input takes.
-MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -57,7 +56,9 @@ def make(
         "matrix": optax.chain(muon(), optax.scale_by_learning_rate(schedule)),
         "other": optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
       },
-      lambda params: {name: "matrix" if name in MATRICES else "other" for name in params},
+      lambda params: {
+        name: "matrix" if name in weights.linear_layers() else "other" for name in params
+      },
     ),
     "sgd": lambda: optax.sgd(schedule),
   }
@@ -67,10 +68,8 @@ def make(
 
 
 def decayed(params):
-  """Which weights decay: matrices do; norms and biases don't."""
-  return jax.tree.map_with_path(
-    lambda path, _: not any(s in str(path[-1]) for s in ("norm", "bias")), params
-  )
+  """Which weights decay (`weights.decays`): matrices do; norms and biases don't."""
+  return jax.tree.map_with_path(lambda path, _: weights.decays(path[-1].key), params)
 
 
 def muon(momentum: float = 0.95, iterations: int = 5) -> optax.GradientTransformation:
@@ -91,8 +90,9 @@ def muon(momentum: float = 0.95, iterations: int = 5) -> optax.GradientTransform
     del params
     memory = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, gradient)
     ahead = jax.tree.map(lambda m, g: momentum * m + g, memory, gradient)
+    inputs = weights.linear_layers()
     step = jax.tree.map_with_path(
-      lambda path, x: _orthogonal(x, MATRICES[path[-1].key], iterations), ahead
+      lambda path, x: _orthogonal(x, inputs[path[-1].key], iterations), ahead
     )
     return step, MuonState(memory)
 

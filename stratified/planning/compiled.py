@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from stratified import sharding
 from stratified.learner import batching, update
 from stratified.planning import costs, hlo
-from stratified.policy import decoder, layers
+from stratified.policy import decoder
 from stratified.runs import build, check
 from stratified.sampling import in_process, lane_programs
 from stratified.types import Batch
@@ -275,9 +275,7 @@ def unexpected(
     for array in sorted(hlo.arrays(text), key=str)
     if 0 < chunk < packing.length and of_logits(array) and array.size >= most
   ]
-  stacked = {
-    math.prod(w.shape) for name, w in decoder.weights(model).items() if name in layers.LINEAR
-  }
+  stacked = {math.prod(w.shape) for w in decoder.weights(model).values() if w.kind == "matrix"}
   for each in hlo.collectives(text, num_devices=shards * tensor):
     whole = each.array.size in stacked and model.num_layers > 1
     if each.kind == "all-gather" and (whole or of_logits(each.array)):

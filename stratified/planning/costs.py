@@ -8,7 +8,7 @@ matrix products and attention (2 a multiply-add), which is what a device's peak 
 import dataclasses
 import math
 
-from stratified.policy import decoder, layers
+from stratified.policy import decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def forward_flops(
   2 tokens (weights of all linear layers + width x vocabulary) + 4 tokens seen heads head_dim layers
   """
   table = decoder.weights(config)
-  linear = sum(math.prod(table[name].shape) for name in layers.LINEAR)
+  linear = sum(math.prod(weight.shape) for weight in table.values() if weight.inputs)
   head = config.vocab_size * config.width if logits else 0
   return (
     2 * tokens * (linear + head)
