@@ -340,8 +340,8 @@ def test_a_fingerprint_sees_one_bit_two_exchanged_values_and_another_dtype():
   "changes, sentence",
   [
     (dict(rank=0), r"lora\.rank=0 must be at least 1; 0 in a run's config trains all"),
-    (dict(alpha=0.0), r"lora\.alpha=0\.0 must be positive and finite"),
-    (dict(alpha=float("inf")), r"lora\.alpha=inf must be positive and finite"),
+    (dict(alpha=0.0), r"lora\.alpha=0\.0 must be above 0, and finite"),
+    (dict(alpha=float("inf")), r"lora\.alpha=inf must be above 0, and finite"),
     (
       dict(targets=("q", "embed")),
       r"lora\.targets='q,embed' must name each layer once.*q,k,v,o,gate,up,down",

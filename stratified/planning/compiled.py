@@ -178,7 +178,7 @@ def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
   """The sampler's programs on one device, beside `resident` bytes of the training state."""
   settings = build.sampler_config(plan.config)
   mesh = lane_programs.make_mesh(plan.mesh.devices.flat[:1])
-  here = lane_programs.whole(mesh)
+  here = lane_programs.replicated(mesh)
   struct = lambda tree: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree
   )

@@ -4,9 +4,9 @@ beside it.
     x W' = x W + (alpha / r) (x A) B
 
 W stays frozen; A starts at random, B at zero, so that training starts from the policy W exactly.
-Adapters are a flat table like the decoder's own, `q_a`, `q_b`, ..., beside which the decoder's extra
-heads stand as they are (`heads`: too small for an adapter, trained whole); what they are used
-through is a table of both, in either form:
+Adapters are a flat table like the decoder's own, `q_a`, `q_b`, .... The decoder's extra heads stand
+in it as they are (too small for an adapter, trained whole). What they are used through is a table
+of both, in either form:
 
     params = join(lora, frozen, adapters)           # training: thin products beside frozen ones
     params = merge(config, lora, frozen, adapters)  # sampling, export: W + (alpha / r) A B
@@ -22,8 +22,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stratified.config import check, rules, setting, Settings
 from stratified.policy import decoder
 from stratified.policy.weights import adapter_weights, linear_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSettings(Settings):
+  """The section `lora`."""
+
+  SECTION = "lora"
+
+  rank: int = setting(
+    0,
+    "rank of the adapters that are trained beside frozen weights; 0 trains every weight",
+    low=0,
+    affects=("training", "answers"),
+  )
+  alpha: float = setting(
+    128.0, "an adapter counts alpha / rank", above=0, affects=("training", "answers")
+  )
+  targets: str = setting(
+    ",".join(linear_layers()),
+    "linear layers that have an adapter, with commas between them",
+    affects=("training", "answers"),
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.adapter()
+
+  def adapter(self) -> "LoraConfig | None":
+    """The adapters that are trained in place of the weights; None where every weight is."""
+    return LoraConfig(self.rank, self.alpha, tuple(self.targets.split(","))) if self.rank else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +72,7 @@ class LoraConfig:
         f"lora.rank={self.rank} must be at least 1; 0 in a run's config trains all parameters "
         "instead"
       )
-    if not (self.alpha > 0 and math.isfinite(self.alpha)):
-      raise ValueError(
-        f"lora.alpha={self.alpha} must be positive and finite; rank or twice the rank is usual"
-      )
+    check("lora.alpha", self.alpha, rules(LoraSettings)["lora.alpha"])
     unknown = [target for target in self.targets if target not in linear_layers()]
     if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
       raise ValueError(

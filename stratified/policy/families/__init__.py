@@ -7,6 +7,7 @@ in FAMILIES; what it computes must be among the decoder's switches.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -28,7 +29,17 @@ _OF_THE_RUN = ("heads", "family", "dtype", "remat", "attention", "unroll")
 
 def names(config: DecoderConfig) -> Mapping[str, str]:
   """The weights that the config's family calls otherwise than `weights.ROWS`, and what."""
-  return FAMILIES[config.family].names if config.family else {}
+  kind = config.family or _kind_of(config)
+  return FAMILIES[kind].names if kind else {}
+
+
+@functools.lru_cache
+def _kind_of(config: DecoderConfig) -> str:
+  """The family of a config of no known origin, "" where none fits."""
+  try:
+    return resolve(config).family
+  except ValueError:
+    return ""
 
 
 def load_config(directory: str | os.PathLike, **overrides) -> DecoderConfig:
@@ -97,30 +108,28 @@ def resolve(config: DecoderConfig) -> DecoderConfig:
   ValueError where none does.
   """
   kinds = [config.family] if config.family else list(FAMILIES)
-  for kind in kinds:
-    if _fits(FAMILIES[kind], config):
-      return dataclasses.replace(config, family=kind)
-  plain = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
-  switches = [
-    f"{name}={getattr(config, name)}"
-    for name, default in plain.items()
-    if default is not dataclasses.MISSING
-    and name not in _OF_THE_RUN
-    and getattr(config, name) != default
-  ]
-  raise ValueError(
-    f"a decoder with {', '.join(switches)} is none that a config.json of "
-    f"{', '.join(FAMILIES[kind].architecture for kind in kinds)} can describe; switch one off"
-  )
+  differences = {kind: _differences(FAMILIES[kind], config) for kind in kinds}
+  nearest = min(kinds, key=lambda kind: len(differences[kind]))
+  if differences[nearest]:
+    raise ValueError(
+      f"a decoder with {', '.join(differences[nearest])} is none that a config.json of "
+      f"{FAMILIES[nearest].architecture} can describe, and no family comes nearer; change it"
+    )
+  return dataclasses.replace(config, family=nearest)
 
 
-def _fits(family: Family, config: DecoderConfig) -> bool:
-  try:
-    fields = family.read(_write(family, config, "float32"))
-  except (ValueError, KeyError):
-    return False
+def _differences(family: Family, config: DecoderConfig) -> list[str]:
+  """The fields, as NAME=VALUE, that the family's config.json does not read back."""
   run = {name: getattr(config, name) for name in _OF_THE_RUN}
-  return DecoderConfig(**fields, **run) == config
+  wanted = dataclasses.asdict(config)
+  try:
+    found = dataclasses.asdict(
+      DecoderConfig(**family.read(_write(family, config, "float32")), **run)
+    )
+  except (ValueError, KeyError):
+    found = {}
+  missing = object()
+  return [f"{name}={value}" for name, value in wanted.items() if found.get(name, missing) != value]
 
 
 def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratified.policy import decoder
-from stratified.policy.families import config_json, load_config, resolve
+from stratified.policy.families import config_json
+from stratified.policy.families import load_config as load_config  # for those who read weights
 from stratified.policy.files import safetensors
 from stratified.policy.files.safetensors import DTYPES
 from stratified.policy.weights import ROWS, Weight
@@ -266,7 +267,7 @@ def save(
   one file. The weights are written one layer at a time and appear under their names when they are
   whole. Extra heads are left out. With several processes every one must call; the first writes.
   """
-  directory, config = pathlib.Path(directory), resolve(config)
+  directory = pathlib.Path(directory)
   stored = {name: shape for _, name, shape in _tensors_of(config)}
   dtypes = (
     dict.fromkeys(stored, dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stratified.policy import decoder, families
+from stratified.policy import decoder
 from stratified.policy import lora as adapters_
 from stratified.policy.files import hugging_face, safetensors
 
@@ -38,8 +38,7 @@ def save(
   whole beside adapters, are left out. With several processes every one must call; the first
   writes.
   """
-  directory, config = pathlib.Path(directory), families.resolve(config)
-  table = adapters_.weights(config, lora)
+  directory, table = pathlib.Path(directory), adapters_.weights(config, lora)
   safetensors.check_dtypes([dtype])
   wrong = sorted(set(adapters) ^ set(table)) or [
     name for name, w in table.items() if adapters[name].shape != w.shape
