@@ -214,3 +214,16 @@ def test_every_module_of_the_room_is_in_the_list():
   assert modules - {"__init__", "common"} == listed
   for family in families.FAMILIES.values():
     assert isinstance(family, common.Family)
+
+
+def test_what_a_server_computes_otherwise_is_refused(tmp_path):
+  mistral = load(tmp_path, **of("MistralForCausalLM", sliding_window=77))
+  families.check_served(mistral, 77)
+  with pytest.raises(ValueError, match="rollout.max_tokens=78 is more than the window of 77 .*jax"):
+    families.check_served(mistral, 78)
+  families.check_served(load(tmp_path, **of("Qwen3ForCausalLM", rope_scaling=YARN)), 78)
+  gemma = load(tmp_path, **of("Gemma3ForCausalLM", sliding_window=9))
+  families.check_served(gemma, 78)
+  gemma = dataclasses.replace(gemma, rope_scaling=rotary.Linear(8.0))
+  with pytest.raises(ValueError, match="Gemma3ForCausalLM without its rotary scaling Linear"):
+    families.check_served(gemma, 78)

@@ -132,6 +132,27 @@ def _differences(family: Family, config: DecoderConfig) -> list[str]:
   return [f"{name}={value}" for name, value in wanted.items() if found.get(name, missing) != value]
 
 
+def check_served(config: DecoderConfig, max_tokens: int) -> None:
+  """Refuses what an SGLang server would compute otherwise than the decoder: rollouts longer than a
+  window that it does not keep, a rotary scaling that it passes over.
+
+  Raises ValueError; max_tokens is the longest rollout.
+  """
+  family = FAMILIES[resolve(config).family]
+  window = config.window if "window" not in family.served else 0
+  if window and max_tokens > window:
+    raise ValueError(
+      f"rollout.max_tokens={max_tokens} is more than the window of {window} tokens, without which "
+      f"sampler.name='sglang' computes {family.architecture}; lower it to {window}, or take "
+      "--config.sampler.name=jax"
+    )
+  if config.rope_scaling and "rope_scaling" not in family.served:
+    raise ValueError(
+      f"sampler.name='sglang' computes {family.architecture} without its rotary scaling "
+      f"{config.rope_scaling}; take --config.sampler.name=jax"
+    )
+
+
 def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
   """The content of config.json: keys that transformers 4 and 5 both read."""
   return _write(FAMILIES[resolve(config).family], config, dtype)

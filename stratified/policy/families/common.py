@@ -22,6 +22,8 @@ class Family:
   read: config.json -> the fields of its DecoderConfig; ValueError for what the decoder does not
     compute. write: a DecoderConfig -> the keys of config.json beside those of `keys`.
   names: the weights that its checkpoints call otherwise than `weights.ROWS` does.
+  served: the fields that SGLang heeds, among those that some of its models pass over
+    (python/sglang/srt/models/ there): "window", "rope_scaling".
   """
 
   architecture: str
@@ -29,6 +31,7 @@ class Family:
   read: Callable[[Raw], Fields]
   write: Callable[[DecoderConfig], Raw]
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  served: tuple[str, ...] = ("rope_scaling",)
 
 
 SIZES = (

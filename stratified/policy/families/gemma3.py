@@ -76,5 +76,6 @@ FAMILY = common.Family(
   "gemma3_text",
   read,
   write,
-  {"mlp_norm": "model.layers.{n}.pre_feedforward_layernorm.weight"},
+  names={"mlp_norm": "model.layers.{n}.pre_feedforward_layernorm.weight"},
+  served=("window",),
 )
