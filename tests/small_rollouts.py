@@ -8,7 +8,7 @@ import numpy as np
 from stratified import advantages
 from stratified.algorithms.grpo import Grpo, PolicyLossSettings
 from stratified.learner import batching
-from stratified.policy import decoder
+from stratified.policy import decoder, weights
 from stratified.types import Question, Search, Segment, Trajectory, Turn
 
 QUESTION = Question("q", "Who?", ("Ada",))
@@ -29,7 +29,7 @@ def parameters(config: decoder.DecoderConfig, seed: int = 0, scale: float = 1.0)
   start = {
     name: np.asarray(value) for name, value in decoder.init(config, jax.random.key(seed)).items()
   }
-  special = lambda name: "norm" in name or "bias" in name
+  special = lambda name: weights.kind(name) in ("norm", "bias")
   return {
     name: value + 0.1 * rng.standard_normal(value.shape, np.float32)
     if special(name)

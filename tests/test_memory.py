@@ -11,7 +11,7 @@ from small_rollouts import collate, decoder_config, family, parameters, random_g
 
 from stratified.learner import batching, optimizer, update
 from stratified.learner import state as states
-from stratified.policy import layers
+from stratified.policy import layers, weights
 from stratified.runs.checkpoint import Checkpointer
 
 CONFIG = decoder_config(qkv_bias=True)
@@ -86,10 +86,11 @@ def test_a_bfloat16_weights_gradient_is_summed_in_float32():
 def test_a_linear_layers_gradients_are_those_that_differentiation_gives(name):
   rng = np.random.default_rng(0)
   shape = {"q": (6, 2, 4), "o": (2, 4, 6), "down": (8, 6)}[name]
-  inputs = shape[: layers.LINEAR[name]]
+  weight = weights.weights(CONFIG)[name]
+  inputs = shape[: weight.inputs]
   x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, *inputs), shape))
   plain = lambda x, w: jnp.tensordot(x, w, len(inputs))
-  own = lambda x, w: layers.linear(x, w, layers.AXES[name])
+  own = lambda x, w: layers.linear(x, w, weight.axes[1:])
   np.testing.assert_allclose(own(x, w), plain(x, w), atol=1e-5)
   for found, expected in zip(
     *(jax.grad(lambda *a: (jnp.sin(f(*a))).sum(), (0, 1))(x, w) for f in (own, plain))

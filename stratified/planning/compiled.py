@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from stratified.learner import batching, state as states
 from stratified.planning import costs, hlo
-from stratified.policy import decoder, layers
+from stratified.policy import decoder
 from stratified.runs import build, samplers
 from stratified.sampling import in_process, lane_programs
 from stratified.types import Batch
@@ -157,7 +157,7 @@ def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
   """The sampler's programs on one device, beside `resident` bytes of the training state."""
   settings = samplers.sampler_config(plan.config)
   mesh = lane_programs.make_mesh(plan.mesh.devices.flat[:1])
-  here = lane_programs.whole(mesh)
+  here = lane_programs.replicated(mesh)
   struct = lambda tree: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree
   )
@@ -254,9 +254,7 @@ def unexpected(
     for array in sorted(hlo.arrays(text), key=str)
     if 0 < chunk < packing.length and of_logits(array) and array.size >= most
   ]
-  stacked = {
-    math.prod(w.shape) for name, w in decoder.weights(model).items() if name in layers.LINEAR
-  }
+  stacked = {math.prod(w.shape) for w in decoder.weights(model).values() if w.kind == "matrix"}
   for each in hlo.collectives(text, num_devices=shards * tensor):
     whole = each.array.size in stacked and model.num_layers > 1
     if each.kind == "all-gather" and (whole or of_logits(each.array)):
