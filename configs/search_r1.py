@@ -10,6 +10,10 @@ given on the command line: `--config.advantage.alpha=0.4`.
 import ml_collections
 from ml_collections import config_dict
 
+from stratified.config import to_config
+from stratified.rewards import RewardSettings
+from stratified.tasks.base import TaskSettings, ToolSettings
+
 
 def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
   changes = {"tiny": _tiny, "smollm2": _smollm2, "base": _base, "instruct": _instruct}
@@ -28,6 +32,7 @@ def _common() -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
   c.num_steps = 200
+  c.update(to_config(TaskSettings, ToolSettings, RewardSettings))
 
   c.policy = ml_collections.ConfigDict()
   c.policy.checkpoint = (

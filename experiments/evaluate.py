@@ -28,7 +28,7 @@ from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, check, phases
 from stratified.runs import samplers as servers
 from stratified.sampling.sglang.errors import SamplerError
-from stratified.tasks import worlds
+from stratified.tasks import base, named
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "The preset, where the workdir holds no run."
@@ -64,8 +64,8 @@ def main(_) -> None:
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
     check.check(config)
-    limits = worlds.limits(config, forced_searches=_FORCED.value)
-    world, count = worlds.world(config), _QUESTIONS.value or config.eval.questions
+    limits = base.limits(config, forced_searches=_FORCED.value)
+    world, count = named.make(config), _QUESTIONS.value or config.eval.questions
     sets = runner.question_sets(config, world, _SETS.value, None if count < 0 else count)
     runner.check_shared(sets, others)
   except (ValueError, OSError) as error:
@@ -93,13 +93,13 @@ def main(_) -> None:
           name,
           questions,
           world=world,
-          retriever=retriever,
+          tools=tools,
           sampler=sampler,
           limits=limits,
           samples=_SAMPLES.value,
           stop=stop,
         )
-        for name, (questions, retriever) in sets.items()
+        for name, (questions, tools) in sets.items()
       }
     write(
       workdir,

@@ -24,7 +24,6 @@ import jax
 from ml_collections import config_flags
 import numpy as np
 
-from stratified import rewards
 from stratified.evaluation import score as scoring
 from stratified.learner import batching, processes
 from stratified.learner.weights import Weights
@@ -36,7 +35,8 @@ from stratified.runs import build, check, phases, samplers
 from stratified.runs import writer as metrics
 from stratified.runs.checkpoint import check_config, Checkpointer
 from stratified.sampling.sglang.errors import SamplerError
-from stratified.tasks import worlds
+from stratified.tasks import named
+from stratified.tasks.base import Task
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", "configs/search_r1.py:tiny", "What to train, and how."
@@ -51,13 +51,14 @@ WARM_START_EVERY = 200  # steps between the warm start's own checkpoints
 MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
 
 
-def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop) -> None:
+def train(config, workdir: pathlib.Path, world: Task, stop: phases.Stop) -> None:
   ###  The parts  ###
   mesh = build.mesh_of(config)
-  model, assign = build.model_config(config), build.partition(config)
+  model, assign = build.model_config(config), build.partition(config, world.tool_names)
   optimizer = build.optimizer(config)
   weights = Weights(config, mesh, model, optimizer)
   packing = build.packing(config, mesh)
+  score = named.reward(config, world)
   learn = build.reinforcement_update(config, mesh, model, optimizer, assign.num_strata)
 
   with (
@@ -105,8 +106,9 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
           except (RetrieverDown, SamplerError):
             checkpointer.save(step, weights.at_rest(state), force=True)
             raise
-          reward = [[0.0 if t.fault else rewards.score(t) for t in group] for group in groups]
-          row = scoring.rollout_row(groups, reward, step)
+          scores = [[None if t.fault else score(t) for t in group] for group in groups]
+          reward = [[0.0 if s is None else s.total for s in group] for group in scores]
+          row = scoring.rollout_row(groups, scores, step, world.tool_names)
           strata = [assign.assign(group, step=step) for group in groups]
           batch = batching.collate(
             groups, packing=packing, rewards=reward, strata=strata, num_strata=assign.num_strata
@@ -134,7 +136,10 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
           writer.write(row)
           if config.logging.trajectories_every and step % config.logging.trajectories_every == 0:
             writer.write_trajectories(
-              step, worlds.records(world, groups, reward, strata, advantage)
+              step,
+              metrics.trajectory_records(
+                groups, world.tokenizer.decode, reward, strata, advantage, world.tool_names
+              ),
             )
           last = step == config.num_steps
           if last or config.eval.every and step % config.eval.every == 0:
@@ -193,15 +198,17 @@ def run(config, workdir: pathlib.Path, stop: phases.Stop) -> None:
     # ##  Before any work, and before the workdir belongs to this config: everything that can be
     # refused  ###
     check.check(config)
-    world = worlds.world(config)
+    world = named.make(config)
     world.held_out(config.eval.questions)
+    named.reward(config, world)
+    build.partition(config, world.tool_names)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   try:
 
     def claim():
       check_config(workdir, json.loads(config.to_json()))
-      retrievers.check_same(workdir, world.retriever)
+      retrievers.check_same(workdir, world)
 
     processes.first_then_all(claim, "workdir")
   except ValueError as error:

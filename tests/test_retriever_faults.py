@@ -25,7 +25,7 @@ from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.client import HttpRetriever, RetrieverDown
 from stratified.retrieval.corpus import Passage, RetrieverError
 from stratified.runs import check, checkpoint
-from stratified.tasks import worlds
+from stratified.tasks import named
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 16
@@ -108,9 +108,7 @@ def corpus(tmp_path_factory):
   config, path = search_r1.get_config("tiny"), tmp_path_factory.mktemp("corpus") / "passages.jsonl"
   config.data.entities = SETTINGS["data.entities"]
   path.write_text(
-    "".join(
-      json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in worlds.passages(config)
-    )
+    "".join(json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in named.passages(config))
   )
   return path
 

@@ -404,7 +404,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   from stratified.learner import update
   from stratified.runs import build, phases
   from stratified.runs.checkpoint import Checkpointer
-  from stratified.tasks import worlds
+  from stratified.tasks import named
 
   seen = set()
   watched = Watched(smallest(**{"warm_start.mixture": (0.5, 0.5)}), seen)
@@ -419,7 +419,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   )
   monkeypatch.setattr(phases.Stop, "__init__", lambda self: setattr(self, "asked", False))
   mesh = build.mesh_of(watched)
-  world = worlds.world(watched)
+  world = named.make(watched)
   with (
     Checkpointer(tmp_path / "warm_start", 100) as checkpointer,
     metrics.Writer(tmp_path) as writer,

@@ -30,8 +30,8 @@ from experiments.benchmarks import paired_timing
 from stratified import files
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
-from stratified.runs import build, writer
-from stratified.tasks import worlds
+from stratified.runs import build, phases, writer
+from stratified.tasks import named
 from stratified.types import Question, Segment, Trajectory
 
 LEARNING_RATE = 1e-4
@@ -55,7 +55,7 @@ def demonstrations(count):
   questions."""
   config = paired_timing.config_of("tiny")
   config.warm_start.demonstrations_per_step, config.warm_start.context_weight = count, 0.0
-  batch = worlds.demonstration_batches(config, worlds.world(config))(0)
+  batch = phases.demonstration_batches(config, named.make(config))(0)
   used = batch.segment_art > 0
   of = lambda i: used & (batch.trajectory_art == i)
   return [(batch.token_art[of(i)], batch.loss_mask_art[of(i)] > 0) for i in range(count)]

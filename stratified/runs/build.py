@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from stratified import advantages, sharding, strata
-from stratified.data import tokenizer as tokenizers
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
 from stratified.policy import attention, decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.sampling.in_process import JaxSampler, SamplerConfig
+from stratified.tasks import named
 
 
 def mesh_of(config):
@@ -27,7 +27,7 @@ def model_config(config, *, platform: str | None = None) -> decoder.DecoderConfi
     model = hugging_face.load_config(p.checkpoint, **run)
   else:
     model = decoder.DecoderConfig(
-      vocab_size=tokenizers.build().vocab_size,
+      vocab_size=named.tokenizer(config).vocab_size,
       width=p.width,
       num_layers=p.num_layers,
       num_heads=p.num_heads,
@@ -117,8 +117,9 @@ def sampler(config, model: decoder.DecoderConfig, tokenizer, *, greedy: bool = F
   )
 
 
-def partition(config) -> strata.Partition:
-  return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed)
+def partition(config, tools=None) -> strata.Partition:
+  """The partition of `strata`; `tools` are the task's, None where they are not known yet."""
+  return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed, tools=tools)
 
 
 def advantage_options(config) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from stratified import advantages, files, losses
 from stratified.policy import attention, lora
 from stratified.retrieval import client
 from stratified.runs import build, samplers
-from stratified.tasks import worlds
+from stratified.tasks import base, named, search_qa
+from stratified.tools.search import Search
 
 
 def check(config) -> None:
@@ -29,16 +30,16 @@ def check(config) -> None:
       "rollout.chat_template=True needs policy.checkpoint: the template comes with a model's "
       "directory"
     )
-  if config.data.name == "files":
+  if named.name_of(config) == "search_qa":
     if config.warm_start.num_steps:
       raise ValueError(
         f"warm_start.num_steps={config.warm_start.num_steps} must be 0 with data.name='files': "
         "demonstrations are scripted for the generated encyclopedia alone"
       )
     _check_files(config)
-    worlds.protocol(config)
+    base.protocol(config, (Search,))
   else:
-    worlds.encyclopedia_settings(config.data)
+    named.check(config)
   _check_retriever(config.retriever)
   if config.warm_start.num_steps:
     if config.rollout.protocol != "short":
@@ -48,7 +49,6 @@ def check(config) -> None:
         "of "
         "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
       )
-    worlds.demonstration_config(config)
     build.optimizer(config, warm_start=True)
   _check_devices(config)
   model = build.model_config(config)
@@ -58,10 +58,10 @@ def check(config) -> None:
 
 def check_settings(config) -> None:
   """The part of `check` that needs neither files nor devices."""
-  _one_of("data.name", config.data.name, ("encyclopedia", "files"))
+  named.name_of(config)
   _one_of("sampler.name", config.sampler.name, ("jax", "sglang"))
   _one_of("retriever.name", config.retriever.name, ("bm25", "dense", "hybrid", "http"))
-  _one_of("rollout.protocol", config.rollout.protocol, worlds.PROTOCOLS)
+  _one_of("rollout.protocol", config.rollout.protocol, base.PROTOCOLS)
   _one_of("loss.kl_estimator", config.loss.kl_estimator, losses.KL_ESTIMATORS)
   _one_of("loss.aggregation", config.loss.aggregation, losses.AGGREGATIONS)
   _one_of("loss.old_log_probs", config.loss.old_log_probs, ("trainer", "sampler"))
@@ -95,7 +95,7 @@ def check_settings(config) -> None:
     config.advantage.name, config.rollout.samples_per_question, build.advantage_options(config)
   )
   build.partition(config)
-  worlds.limits(config)
+  base.limits(config)
   build.optimizer(config)
 
 
@@ -250,7 +250,7 @@ def _check_files(config):
     + ["corpus"] * (config.retriever.name in ("bm25", "hybrid"))
   )
   for name in names:
-    if not worlds.path_of(config.data[name]).exists():
+    if not search_qa.path_of(config.data[name]).exists():
       raise FileNotFoundError(
         f"data.{name}={config.data[name]!r} does not exist; "
         f"name the file with --config.data.{name}=PATH or make it with "

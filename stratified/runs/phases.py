@@ -2,12 +2,14 @@
 after."""
 
 import concurrent.futures
+import dataclasses
 import json
 import pathlib
 import signal
 import time
 
 import jax
+import numpy as np
 
 from stratified import files
 from stratified.agents import loop
@@ -17,7 +19,7 @@ from stratified.policy import decoder
 from stratified.progress import Progress
 from stratified.runs import build
 from stratified.runs.checkpoint import Checkpointer
-from stratified.tasks import worlds
+from stratified.tasks.base import Task
 
 EVALUATION_STEP = (
   2**30
@@ -66,7 +68,7 @@ def warm_start(
     params = build.initial_params(config, model, mesh)
     state, step = update.init_state(mesh, model, params, optimizer, with_reference=False), 0
   learn = build.supervised_update(config, mesh, model, optimizer)
-  batch_at = worlds.demonstration_batches(config, world)
+  batch_at = demonstration_batches(config, world)
   with Progress(total, "warm-start steps", done=step, active=processes.is_first()) as progress:
     while step < total and not stop.agreed():
       state, stats = learn(state, batching.place(mesh, batch_at(step)))
@@ -86,12 +88,26 @@ def warm_start(
   return state.params
 
 
+def demonstration_batches(config, world: Task):
+  """step -> Batch of the task's demonstrations, without rewards or strata."""
+  w = config.warm_start
+  shape = build.packing(config, build.mesh_of(config), w.demonstrations_per_step)
+
+  def batch_at(step: int):
+    groups = world.demonstrations(step)
+    zeros = np.zeros((len(groups), 1), np.int32)
+    batch = batching.collate(groups, packing=shape, rewards=zeros, strata=zeros, num_strata=1)
+    return batching.weigh_context(batch, w.context_weight)
+
+  return batch_at
+
+
 def collect(
-  world: worlds.World,
+  world: Task,
   questions,
   *,
   sampler,
-  retriever,
+  tools,
   limits,
   samples_per_question: int,
   step: int,
@@ -104,7 +120,7 @@ def collect(
     [questions[q] for q in indices],
     indices=indices,
     sampler=sampler,
-    retriever=retriever,
+    tools=tools,
     tokenizer=world.tokenizer,
     protocol=world.protocol,
     limits=limits,
@@ -122,7 +138,7 @@ class Rollouts:
   one, waits for its own.
   """
 
-  def __init__(self, config, world: worlds.World, sampler):
+  def __init__(self, config, world: Task, sampler):
     self._config, self._world, self._sampler = config, world, sampler
     self._pool = (
       concurrent.futures.ThreadPoolExecutor(1, "rollouts") if config.rollout.max_staleness else None
@@ -146,18 +162,18 @@ class Rollouts:
     load_s = time.perf_counter() - start
 
     def run():
-      start, searched = time.perf_counter(), self._world.retriever.seconds
+      start, searched = time.perf_counter(), self._world.seconds
       groups = collect(
         self._world,
         self._world.questions_at(step),
         sampler=self._sampler,
-        retriever=self._world.retriever,
+        tools=self._world.tools,
         limits=self._world.limits,
         step=step,
         weight_version=version,
         samples_per_question=self._config.rollout.samples_per_question,
       )
-      search_s = self._world.retriever.seconds - searched
+      search_s = self._world.seconds - searched
       return groups, {
         "rollout_s": load_s + time.perf_counter() - start - search_s,
         "load_s": load_s,
@@ -183,7 +199,7 @@ class Rollouts:
 def evaluate(
   config,
   params,
-  world: worlds.World,
+  world: Task,
   sampler,
   *,
   count: int,
@@ -194,7 +210,7 @@ def evaluate(
   exactly that often."""
   sampler.load(params, EVALUATION_STEP)
   scores = {}
-  for name, (questions, retriever) in world.held_out(count).items():
+  for name, (questions, tools) in world.held_out(count).items():
     if only not in (None, name):
       continue
     what = f"questions of {name}" + ("" if forced is None else f" with {forced} searches each")
@@ -207,15 +223,15 @@ def evaluate(
             world,
             part,
             sampler=sampler,
-            retriever=retriever,
+            tools=tools,
             samples_per_question=1,
             step=EVALUATION_STEP + at,
-            limits=worlds.limits(config, forced_searches=forced),
+            limits=dataclasses.replace(world.limits, forced_searches=forced),
           ),
           len(part),
         )
         progress.update(len(part))
-    scores[name] = scoring.summary(groups)
+    scores[name] = scoring.summary(groups, world.tool_names)
   return scores
 
 

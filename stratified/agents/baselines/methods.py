@@ -24,10 +24,19 @@ import dataclasses
 import functools
 import re
 
-from stratified.agents.agent import Agent, Fault, opening, prompt_pieces, Rollout, Setting, Turns
+from stratified.agents.agent import (
+  Agent,
+  Calls,
+  Fault,
+  opening,
+  prompt_pieces,
+  Rollout,
+  Setting,
+  Turns,
+)
 from stratified.agents.baselines import wording
 from stratified.agents.limits import fit, smallest_observation
-from stratified.agents.tags import Information, neutralise, SearchTags
+from stratified.agents.tags import ANSWER, Information, neutralise, Tags
 from stratified.retrieval.corpus import Passage
 from stratified.types import Question, Turn
 
@@ -96,9 +105,9 @@ def _search_with(agent: Agent, text: str, seen: set[str]):
     agent.turns.append(Turn("invalid", text))
     return set()
   if _room(agent) < smallest_observation(setting.protocol.information([]), setting.encode):
-    agent.turns.append(Turn("search", text))
+    agent.turns.append(Turn("call", text))
     return set()
-  (found,) = yield from agent.look_up(text, (query,))
+  (found,) = yield from agent.run(text, (("search", query),))
   fresh = [passage for passage in found if passage.id not in seen]
   if fresh:
     agent.feed(
@@ -139,14 +148,14 @@ def search_and_condense(
 
 
 def opening_of_answer(agent: Agent) -> tuple[int, ...]:
-  return agent.setting.encode(agent.setting.protocol.opening("answer"))
+  return agent.setting.encode(agent.setting.protocol.opening(ANSWER))
 
 
 def _answer(agent: Agent, begin: bool = False) -> Turns:
   """The last generation; `begin` feeds the answer's opening for the policy, as a forced answer does
   anyway."""
-  forced = "answer" if begin else None
-  agent.feed(opening_of_answer(agent) if begin else opening(agent.setting, agent.num_searches()))
+  forced = ANSWER if begin else None
+  agent.feed(opening_of_answer(agent) if begin else opening(agent.setting, agent.num_calls()))
   text, action = yield from agent.generate(final=True, forced=forced)
   agent.turns.append(Turn("answer" if action.kind == "answer" else "invalid", text))
   if action.kind == "answer":
@@ -158,7 +167,7 @@ def _retrieve_into_prompt(agent: Agent):
   """Searches with the question and puts the passages where the prompt is cut; the passages."""
   setting = agent.setting
   rest = prompt_pieces(setting, agent.question.text)[1:]
-  (found,) = yield from agent.look_up("", (agent.question.text.strip(),))
+  (found,) = yield from agent.run("", (("search", agent.question.text.strip()),))
   information = setting.protocol.information([found])
   room = min(_room(agent) - sum(map(len, rest)), setting.limits.max_observation_tokens)
   if room < smallest_observation(information, setting.encode):
@@ -173,9 +182,7 @@ def _retrieve_into_prompt(agent: Agent):
   return found
 
 
-def _condense(
-  digest: Digest, agent: Agent, queries: Sequence[str], results: Sequence[Sequence[Passage]]
-):
+def _condense(digest: Digest, agent: Agent, calls: Calls, results: Sequence[Sequence[Passage]]):
   """The Information to feed in place of the passages; passages are condensed together, none found
   is told as is."""
   setting = agent.setting
@@ -184,6 +191,7 @@ def _condense(
   if not any(results):
     return whole
   longest = min(limits.max_turn_tokens, limits.max_observation_tokens)
+  queries = [argument for _, argument in calls]
   context = _digest_context(digest, agent, queries, whole, limits.max_tokens - longest)
   text = yield from agent.beside(context, longest, digest.stops)
   for stop in digest.stops:
@@ -241,9 +249,9 @@ def _digest_context(
 def _answers(template: str, rollout, searches, **changes):
   """A protocol whose policy only answers; what it reads is searched for it."""
   return functools.partial(
-    SearchTags,
+    Tags,
     template=template,
-    actions=("answer",),
+    tools=(),
     rollout=rollout,
     searches=searches,
     before="",
@@ -253,7 +261,7 @@ def _answers(template: str, rollout, searches, **changes):
 
 def _condensing(template: str, digest: Digest, **changes):
   return functools.partial(
-    SearchTags,
+    Tags,
     template=template,
     rollout=functools.partial(search_and_condense, digest=digest),
     **changes,
