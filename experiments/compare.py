@@ -16,12 +16,13 @@ import json
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from stratified import files
 from stratified.reports import band_charts, comparison_page, run_page
 from stratified.reports.comparison_page import Comparison
 from stratified.reports.transcripts import visible
+from stratified.runs import command_line
 from stratified.runs import workdir as workdirs
 
 _OUT = flags.DEFINE_string("out", "comparison", "The folder that the comparison is written to.")
@@ -197,4 +198,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main, words=True)

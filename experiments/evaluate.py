@@ -17,18 +17,18 @@ import json
 import pathlib
 import sys
 
-from absl import app, flags
-import ml_collections
+from absl import flags
 from ml_collections import config_flags
 
 from stratified import files
+from stratified.config import unaffected
 from stratified.evaluation import answers, runner, tables
 from stratified.learner.weights import Weights
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, check, phases
+from stratified.runs import build, command_line, phases, settings
 from stratified.runs import samplers as servers
 from stratified.sampling.sglang.errors import SamplerError
-from stratified.tasks import base, named
+from stratified.tasks import base
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "The preset, where the workdir holds no run."
@@ -63,22 +63,27 @@ def main(_) -> None:
     config, stored = _config(workdir)
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
-    check.check(config)
+    made = build.build(config)
     limits = base.limits(config, forced_searches=_FORCED.value)
-    world, count = named.make(config), _QUESTIONS.value or config.eval.questions
+    world, count = made.world, _QUESTIONS.value or config.eval.questions
     sets = runner.question_sets(config, world, _SETS.value, None if count < 0 else count)
     runner.check_shared(sets, others)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   phases.enable_compilation_cache()
-  model, mesh = build.model_config(config), build.mesh_of(config)
-  step, params = restore(config, workdir, mesh, model) if stored else (0, None)
+  model, mesh = made.model, made.mesh
+  step, params = restore(made, workdir) if stored else (0, None)
   label = _LABEL.value or workdir.name + (f", step {step}" if stored else "")
   try:
     kept = answers.Answers(
       workdir / "evaluation" / _folder(step if stored else None, temperature),
       runner.settings(
-        config, step=step, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value
+        config,
+        settings.rules(),
+        step=step,
+        samples=_SAMPLES.value,
+        temperature=temperature,
+        forced=_FORCED.value,
       ),
     )
     if params is None:
@@ -116,7 +121,9 @@ def main(_) -> None:
   except (RetrieverDown, SamplerError) as error:
     sys.exit(f"{error}; the answers so far are in {kept.folder}")
   except runner.Stopped:
-    sys.exit(f"stopped; the answers so far are in {kept.folder}, the same command goes on")
+    said = f"stopped; the answers so far are in {kept.folder}, the same command goes on"
+    print(said, file=sys.stderr)
+    sys.exit(command_line.INTERRUPTED if stop.interrupted else 1)
 
 
 def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, others: list) -> None:
@@ -144,9 +151,10 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
   phases.record(workdir, scores)
 
 
-def restore(config, workdir, mesh, model):
+def restore(made: build.Run, workdir):
   """(step, parameters) of the newest checkpoint, (0, None) where nothing has been saved yet."""
-  found = Weights(config, mesh, model, build.optimizer(config)).restore_policy(workdir)
+  weights = Weights(made.config, made.mesh, made.model, made.optimizer)
+  found = weights.restore_policy(workdir)
   return (found[1], found[0]) if found else (0, None)
 
 
@@ -154,13 +162,34 @@ def _config(workdir: pathlib.Path):
   """The config to evaluate with, and whether it is that of a run in the workdir."""
   stored = workdir / "config.json"
   if stored.exists():
-    return runner.for_evaluation(ml_collections.ConfigDict(files.read_object(stored))), True
+    return runner.for_evaluation(_stored_config(stored)), True
   if _CONFIG.value is None:
     raise ValueError(
       f"{workdir} holds no run (no config.json): train one there, or name a preset with "
       "--config=configs/search_r1.py:PRESET"
     )
   return runner.for_evaluation(_CONFIG.value), False
+
+
+def _stored_config(path: pathlib.Path):
+  """A run's config, with what the command line says of it.
+
+  Raises ValueError for a preset, and for a field that changes what the policy answers: the answers
+  would be those of another run.
+  """
+  config = settings.read_workdir(path.parent)
+  if _CONFIG.value is None:
+    return config
+  given = config_flags.get_override_values(flags.FLAGS["config"])
+  may = unaffected(settings.rules(), "answers")
+  fixed = [name for name in given if name not in may]
+  if fixed:
+    raise ValueError(
+      f"--config.{fixed[0]} can't be changed for the run in {path.parent}: its answers would be "
+      "those of another run; leave it out, or evaluate another --workdir"
+    )
+  config.update_from_flattened_dict(given)
+  return config
 
 
 def _temperature(config) -> float:
@@ -212,4 +241,4 @@ def _groups(theirs: dict) -> dict[str, list[list[dict]]]:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

@@ -149,6 +149,7 @@ class RewardSettings(Settings):
     "exact_match",
     "a part (exact_match, f1, format, ...), module:function, or a sum of such with weights, as in "
     "exact_match + 0.1*format",
+    affects=["training"],
   )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from stratified import files
 from stratified.agents import loop
+from stratified.config import Rule, unaffected
 from stratified.evaluation import answers, intervals, tables
 from stratified.evaluation import score as scoring
 from stratified.progress import Progress
@@ -17,38 +18,6 @@ from stratified.types import Question
 
 FIRST_STEP = 2**30  # names the random keys of evaluation; training never gets so far
 CHUNK = 256  # questions in flight; more would only delay the progress line
-
-# Fields of a config that an answer depends on, by prefix, without those that only say where and how
-# fast.
-_MATTER = (
-  "seed",
-  "data.",
-  "policy.",
-  "rollout.",
-  "retriever.",
-  "sampler.name",
-  "sampler.dtype",
-  "lora.",
-)
-_INDIFFERENT = (
-  "data.questions_per_step",
-  "data.split",
-  "policy.remat",
-  "policy.attention",
-  "policy.unroll",
-  "policy.logit_chunk",
-  "rollout.samples_per_question",
-  "rollout.max_staleness",
-  "rollout.temperature",
-  "rollout.top_p",
-  "retriever.timeout_s",
-  "retriever.retries",
-  "retriever.give_up_s",
-  "retriever.url",
-  "retriever.cache",
-  "retriever.queries_per_request",
-  "retriever.in_flight",
-)
 
 
 class Stopped(Exception):
@@ -63,7 +32,9 @@ def for_evaluation(config):
   return config
 
 
-def question_sets(config, world: Task, names: Sequence[str] | None, count: int | None) -> Sets:
+def question_sets(
+  config, world: Task, names: Sequence[str] | None, count: int | None
+) -> Sets:
   """What is asked: {name: (questions, tools)}.
 
   names: None takes the world's held-out sets; ["all"] every question set of the files (the papers'
@@ -92,15 +63,18 @@ def question_sets(config, world: Task, names: Sequence[str] | None, count: int |
 
 
 def settings(
-  config, *, step: int, samples: int, temperature: float, forced: int | None
+  config,
+  rules: Mapping[str, Rule],
+  *,
+  step: int,
+  samples: int,
+  temperature: float,
+  forced: int | None,
 ) -> dict[str, Any]:
-  """What the answers depend on, beside the questions themselves."""
-  flat = files.flatten(config.to_dict())
-  kept = {
-    key: value
-    for key, value in flat.items()
-    if key.startswith(_MATTER) and not key.startswith(_INDIFFERENT)
-  }
+  """What the answers depend on, beside the questions themselves. rules: of the config's fields."""
+  kept = files.flatten(config.to_dict())
+  for name in unaffected(rules, "answers"):
+    kept.pop(name, None)
   kept |= {"step": step, "samples": samples, "temperature": temperature, "forced": forced}
   if temperature:
     kept["rollout.top_p"] = config.rollout.top_p

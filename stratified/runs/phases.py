@@ -33,10 +33,11 @@ class Diverged(RuntimeError):
 
 
 class Stop:
-  """`asked` turns true at Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
+  """`asked` turns true at Ctrl-C or SIGTERM, `interrupted` at Ctrl-C; a second one interrupts at
+  once."""
 
   def __init__(self):
-    self.asked = False
+    self.asked = self.interrupted = False
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._ask)
 
@@ -49,15 +50,22 @@ class Stop:
     if self.asked and number == signal.SIGINT:
       raise KeyboardInterrupt
     self.asked = True
+    self.interrupted = number == signal.SIGINT
     print("\nstopping after this step, then saving", flush=True)
 
 
 def warm_start(
-  config, mesh, world, model: decoder.DecoderConfig, writer, checkpointer: Checkpointer, stop: Stop
+  config,
+  mesh,
+  world,
+  model: decoder.DecoderConfig,
+  optimizer,
+  writer,
+  checkpointer: Checkpointer,
+  stop: Stop,
 ):
   """Parameters after supervised training on scripted demonstrations; goes on from its own newest
   checkpoint."""
-  optimizer = build.optimizer(config, warm_start=True)
   total = config.warm_start.num_steps
   restored = checkpointer.restore_latest(
     update.abstract_state(mesh, model, optimizer, with_reference=False)
@@ -68,7 +76,8 @@ def warm_start(
     params = build.initial_params(config, model, mesh)
     state, step = update.init_state(mesh, model, params, optimizer, with_reference=False), 0
   learn = build.supervised_update(config, mesh, model, optimizer)
-  batch_at = demonstration_batches(config, world)
+  shape = build.packing(config, mesh, config.warm_start.demonstrations_per_step)
+  batch_at = demonstration_batches(config, world, shape)
   with Progress(total, "warm-start steps", done=step, active=processes.is_first()) as progress:
     while step < total and not stop.agreed():
       state, stats = learn(state, batching.place(mesh, batch_at(step)))
@@ -88,16 +97,14 @@ def warm_start(
   return state.params
 
 
-def demonstration_batches(config, world: Task):
+def demonstration_batches(config, world: Task, shape: batching.Packing):
   """step -> Batch of the task's demonstrations, without rewards or strata."""
-  w = config.warm_start
-  shape = build.packing(config, build.mesh_of(config), w.demonstrations_per_step)
 
   def batch_at(step: int):
     groups = world.demonstrations(step)
     zeros = np.zeros((len(groups), 1), np.int32)
     batch = batching.collate(groups, packing=shape, rewards=zeros, strata=zeros, num_strata=1)
-    return batching.weigh_context(batch, w.context_weight)
+    return batching.weigh_context(batch, config.warm_start.context_weight)
 
   return batch_at
 

@@ -88,6 +88,19 @@ class TaskSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
+class DataSettings(Settings):
+  """What is asked."""
+
+  SECTION = "data"
+  name: str = setting(
+    "files",
+    "a generated encyclopedia, or files; task.name overrules it",
+    choices=["encyclopedia", "files"],
+  )
+  questions_per_step: int = setting(256, "questions of a step", low=1, affects=["training"])
+
+
+@dataclasses.dataclass(frozen=True)
 class ToolSettings(Settings):
   """Which tools."""
 
@@ -114,7 +127,9 @@ def tools(config, own: Mapping[str, Callable[[], Tool]]) -> Tools:
   own: name -> a function that opens the tool. Raises ValueError, one sentence, for a name that is
   none, or an object that is no tool.
   """
-  names = [name.strip() for name in config.get("tools", "").split(",") if name.strip()]
+  names = [
+    name.strip() for name in settings.read(ToolSettings, config).tools.split(",") if name.strip()
+  ]
   opened = []
   for name in names or own:
     if name in own:

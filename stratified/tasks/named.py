@@ -5,11 +5,17 @@ import importlib
 
 from stratified import config as settings
 from stratified import outside, rewards
+from stratified.agents.limits import Limits
 from stratified.data.tokenizer import Tokenizer
 from stratified.retrieval.corpus import Passage
 from stratified.rewards import Score
 from stratified.tasks import base
-from stratified.tasks.base import Task
+from stratified.tasks.base import DataSettings, ProtocolSettings, Task, TaskSettings, ToolSettings
+from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig
+from stratified.tasks.encyclopedia.pages import EncyclopediaConfig
+from stratified.tasks.encyclopedia.questions import QuestionSettings
+from stratified.tasks.search_qa import FileSettings
+from stratified.tools.search import SearchSettings
 from stratified.types import Trajectory
 
 # name -> the module with `make(config) -> Task`; with `tokenizer()`, for a policy built here; and,
@@ -20,6 +26,19 @@ MODULES = {
   "arithmetic": "stratified.tasks.arithmetic",
   "ages": "stratified.tasks.ages",
 }
+# the settings of all of them
+SETTINGS = (
+  TaskSettings,
+  ToolSettings,
+  DataSettings,
+  ProtocolSettings,
+  Limits,
+  SearchSettings,
+  FileSettings,
+  EncyclopediaConfig,
+  QuestionSettings,
+  DemonstrationConfig,
+)
 BY_DATA = {"files": "search_qa", "encyclopedia": "encyclopedia"}  # data.name -> task
 
 

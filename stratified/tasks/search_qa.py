@@ -22,11 +22,19 @@ class FileSettings(Settings):
   """Where questions and passages come from; `$STRATIFIED_DATA` may begin a path."""
 
   SECTION = "data"
-  questions: str = setting("", "file or folder of questions (FlashRAG JSONL, verl parquet)")
-  corpus: str = setting("", "file of passages, JSONL, plain or .gz")
-  split: str = setting("train", "the split that training asks; empty is every row")
-  held_out_split: str = setting("dev", "the split of data.questions that is evaluated on")
-  evaluation: str = setting("", "file or folder that is evaluated on, in place of that split")
+  questions: str = setting("", "files: file or folder (FlashRAG JSONL, verl parquet)")
+  corpus: str = setting("", "files: passages, JSONL, plain or .gz")
+  split: str = setting(
+    "train",
+    "files: the split that is trained on; empty is every row",
+    affects=["training", "warm_start"],
+  )
+  held_out_split: str = setting("dev", "files: the split that is evaluated on")
+  evaluation: str = setting(
+    "",
+    "files: what is evaluated on; empty takes held_out_split of data.questions",
+    affects=["scores"],
+  )
 
 
 def make(config) -> Task:

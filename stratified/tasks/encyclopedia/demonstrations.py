@@ -46,16 +46,30 @@ class DemonstrationConfig(Settings):
 
   SECTION = "warm_start"
   mixture: tuple[float, ...] = setting(
-    (0.25, 0.25, 0.25, 0.25), "shares of the demonstrations that call a tool 0, 1, 2, ... times"
+    (0.15, 0.2, 0.25, 0.4),
+    "shares of the demonstrations that call a tool 0, 1, 2, ... times",
+    affects=["warm_start"],
   )
-  wrong_query: float = setting(0.02, "share of searches with a spoilt query", low=0, high=1)
+  wrong_query: float = setting(
+    0.02, "share of searches with a spoilt query", low=0, high=1, affects=["warm_start"]
+  )
   wrong_relation: float = setting(
-    0.02, "share of searches after which another fact is read off the page", low=0, high=1
+    0.02,
+    "share of searches after which another fact is read off the page",
+    low=0,
+    high=1,
+    affects=["warm_start"],
   )
   invalid: float = setting(
-    0.02, "share of turns that neither call a tool nor answer", low=0, high=1
+    0.005,
+    "share of turns that neither call a tool nor answer",
+    low=0,
+    high=1,
+    affects=["warm_start"],
   )
-  encyclopedias: int = setting(24, "practice encyclopedias, so that none is learnt by heart", low=1)
+  encyclopedias: int = setting(
+    24, "practice encyclopedias, so that none is learnt by heart", low=1, affects=["warm_start"]
+  )
   plan: Literal["query", "think", "none"] = "query"
   guess: float = 0.25
   max_turns: int = 4
