@@ -79,12 +79,15 @@ def _end_of_text_candidates(path: str) -> tuple[str, ...]:
   return ("<|im_end|>", END_OF_TEXT, "<|eot_id|>", "</s>")
 
 
-def from_pieces(pieces: Sequence[str], fixed: Sequence[str] = ()) -> Tokenizer:
+def from_pieces(
+  pieces: Sequence[str], fixed: Sequence[str] = (), patterns: Sequence[str] = ()
+) -> Tokenizer:
   """A tokenizer whose vocabulary is END_OF_TEXT, the pieces in their order, and the bytes.
 
   pieces: no token crosses the border of a tag, a word with the space before it, a white space or
     another character, so that a piece lies within one of these. fixed: strings, pieces among them,
-    that are cut out first and may hold anything.
+    that are cut out first and may hold anything. patterns: regular expressions of what is cut out
+    after them.
   """
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   spelled = [_byte_level(piece) for piece in pieces]
@@ -95,7 +98,9 @@ def from_pieces(pieces: Sequence[str], fixed: Sequence[str] = ()) -> Tokenizer:
     *((piece, -1.0) for piece in spelled),
     *((byte, -10.0) for byte in alphabet if byte not in spelled),
   ]
-  cuts = "|".join([r"</?[a-z]+>", *map(re.escape, fixed), r" ?[A-Za-z]+", r"\s", r"[^\sA-Za-z]"])
+  cuts = "|".join(
+    [r"</?[a-z]+>", *map(re.escape, fixed), *patterns, r" ?[A-Za-z]+", r"\s", r"[^\sA-Za-z]"]
+  )
   backend = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=None, byte_fallback=False))
   backend.pre_tokenizer = pre_tokenizers.Sequence(
     [

@@ -21,6 +21,8 @@ from stratified.tools.base import Timed, Tool
 from stratified.tools.calculator import Calculator
 from stratified.types import Question, Trajectory
 
+PRACTICE_SEED = 2_000_003  # how far beyond the run's seed that of the demonstrations lies
+
 Tools = tuple[Tool, ...]
 Sets = dict[str, tuple[list[Question], Tools]]
 

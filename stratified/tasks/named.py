@@ -10,6 +10,7 @@ from stratified.data.tokenizer import Tokenizer
 from stratified.retrieval.corpus import Passage
 from stratified.rewards import Score
 from stratified.tasks import base
+from stratified.tasks.arithmetic import ArithmeticSettings
 from stratified.tasks.base import DataSettings, ProtocolSettings, Task, TaskSettings, ToolSettings
 from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig
 from stratified.tasks.encyclopedia.pages import EncyclopediaConfig
@@ -38,6 +39,7 @@ SETTINGS = (
   EncyclopediaConfig,
   QuestionSettings,
   DemonstrationConfig,
+  ArithmeticSettings,
 )
 BY_DATA = {"files": "search_qa", "encyclopedia": "encyclopedia"}  # data.name -> task
 

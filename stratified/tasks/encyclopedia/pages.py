@@ -79,7 +79,7 @@ def make(config: EncyclopediaConfig, seed: int) -> Encyclopedia:
   """Builds the encyclopedia of a seed, at least 0; the same arguments give the same pages."""
   rng = generator(seed, 0)
   kinds = [kind for kind, count in _counts(config.entities).items() for _ in range(count)]
-  names = _names(kinds, config.near_duplicates, rng)
+  names = draw_names(kinds, config.near_duplicates, rng)
   links = _links(kinds, rng)
   entities = tuple(
     Entity(name, kind, {relation: names[target] for relation, target in link.items()})
@@ -103,7 +103,7 @@ def _counts(entities: int) -> dict[str, int]:
   return counts
 
 
-def _names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -> list[str]:
+def draw_names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -> list[str]:
   """Two words for a person, one for the rest; a near-duplicate takes a word of an earlier name and
   adds one.
 

@@ -17,9 +17,8 @@ from stratified.tools.base import Timed
 from stratified.tools.search import Search, SearchSettings
 from stratified.types import Trajectory
 
-# How far beyond the run's seed the seeds of the other encyclopedias lie: the one that training
-# never sees, and those that the warm start practises in.
-SECOND_SEED, PRACTICE_SEED = 1_000_003, 2_000_003
+# How far beyond the run's seed that of the encyclopedia lies that training never sees.
+SECOND_SEED = 1_000_003
 
 
 def make(config) -> Task:
@@ -92,7 +91,7 @@ def _demonstrations(
 
   @functools.cache
   def practice(number: int):
-    book = pages.make(made, config.seed + PRACTICE_SEED + number)
+    book = pages.make(made, config.seed + base.PRACTICE_SEED + number)
     script = Demonstrator(
       book, task.tokenizer, seed=config.seed, config=demonstration_config(config)
     )
