@@ -8,6 +8,7 @@ text; faults; keys; budgets.
 """
 
 import dataclasses
+import functools
 
 import pytest
 import test_loop
@@ -16,7 +17,7 @@ from test_loop import EOS, kinds, PAGES, Retriever, Sampler, texts, Tokenizer
 from stratified import rewards, strata
 from stratified.agents import agent, tags
 from stratified.agents import loop as methods_loop
-from stratified.agents.baselines import methods
+from stratified.agents.baselines import named as methods, search_o1
 from stratified.agents.limits import Limits
 from stratified.learner import batching
 from stratified.retrieval.corpus import Passage, RetrieverError
@@ -526,8 +527,8 @@ def test_condensing_leaves_the_draws_of_the_rollouts_as_they_are():
   plain = tags.Tags(template=template, before="", after="", corrective="No.")
   condensed = dataclasses.replace(
     plain,
-    rollout=methods.functools.partial(
-      methods.search_and_condense, digest=methods.Digest("{query}: {passages} ->")
+    rollout=functools.partial(
+      search_o1.search_and_condense, digest=search_o1.Digest("{query}: {passages} ->")
     ),
   )
   limits = Limits(

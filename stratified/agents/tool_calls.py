@@ -205,11 +205,7 @@ class ToolCalls:
 
 def described(tool: Tool | type[Tool]) -> dict[str, Any]:
   """The tool as chat templates and servers want it."""
-  fields = {
-    "name": tool.name,
-    "description": tool.description,
-    "parameters": dict(tool.schema),
-  }
+  fields = {"name": tool.name, "description": tool.description, "parameters": dict(tool.schema)}
   return {"type": "function", "function": fields}
 
 

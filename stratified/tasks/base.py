@@ -12,7 +12,7 @@ from typing import Any
 from stratified import config as settings
 from stratified import outside
 from stratified.agents import chat, tags, tool_calls
-from stratified.agents.baselines import methods
+from stratified.agents.baselines import named as methods
 from stratified.agents.limits import Limits
 from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
