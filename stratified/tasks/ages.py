@@ -252,7 +252,8 @@ def passages(config) -> tuple[Passage, ...]:
 def tokenizer() -> Tokenizer:
   """For a policy that is built here."""
   texts = [*PAGE, "He She", *(way for _, ways in WORDING.values() for way in ways)]
-  return numbers.build([*texts, *language.FIRST_SYLLABLES], language.SECOND_SYLLABLES)
+  tools = ["search", "calculator"]
+  return numbers.build([*texts, *language.FIRST_SYLLABLES], tools, language.SECOND_SYLLABLES)
 
 
 def demonstrate(

@@ -230,7 +230,7 @@ def demonstration_config(config) -> DemonstrationConfig:
 def tokenizer() -> Tokenizer:
   """For a policy that is built here."""
   sentences = [text for ways in (START, QUESTIONS, *STEPS.values()) for text in ways]
-  return numbers.build([*sentences, *NAMES, *THINGS])
+  return numbers.build([*sentences, *NAMES, *THINGS], ["calculator"])
 
 
 def demonstrate(
