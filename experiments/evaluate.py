@@ -23,13 +23,13 @@ from ml_collections import config_flags
 from stratified import files
 from stratified.config import unaffected
 from stratified.evaluation import answers, runner, tables
-from stratified.runs.weights import Weights
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, command_line, held_out, settings
-from stratified.runs.stop import Stop
 from stratified.runs import samplers as servers
+from stratified.runs.stop import Stop
+from stratified.runs.weights import Weights
 from stratified.sampling.sglang.errors import SamplerError
-from stratified.tasks import worlds
+from stratified.tasks import base
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "The preset, where the workdir holds no run."
@@ -65,8 +65,8 @@ def main(_) -> None:
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
     made = build.build(config)
-    limits = worlds.limits(config, forced_searches=_FORCED.value)
-    world, count = made.world, _QUESTIONS.value or config.eval.questions
+    limits = base.limits(config, forced_searches=_FORCED.value)
+    world, count = made.task, _QUESTIONS.value or config.eval.questions
     sets = runner.question_sets(config, world, _SETS.value, None if count < 0 else count)
     runner.check_shared(sets, others)
   except (ValueError, OSError) as error:
@@ -99,13 +99,13 @@ def main(_) -> None:
           name,
           questions,
           world=world,
-          retriever=retriever,
+          tools=tools,
           sampler=sampler,
           limits=limits,
           samples=_SAMPLES.value,
           stop=stop,
         )
-        for name, (questions, retriever) in sets.items()
+        for name, (questions, tools) in sets.items()
       }
     write(
       workdir,

@@ -25,10 +25,11 @@ from ml_collections import config_flags
 
 from stratified import config as configs
 from stratified.data import tokenizer as tokenizers
-from stratified.runs.weights import Weights
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face, peft, safetensors
 from stratified.runs import build, command_line, settings
+from stratified.runs.weights import Weights
+from stratified.tasks import named
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "The preset, where there is no --workdir."
@@ -153,10 +154,10 @@ def write_model(
   dtype: str | None = None,
   shard_bytes: int | None = None,
 ) -> None:
-  """The whole policy with its tokenizer: the one its model directory has, or the encyclopedia's."""
+  """The whole policy with its tokenizer: the one its model directory has, or the task's own."""
   source = config.policy.checkpoint
   kinds = dtype or (hugging_face.stored_dtypes(source) if source else "float32")
-  extra = {} if source else write_tokenizer(folder, tokenizers.build())
+  extra = {} if source else write_tokenizer(folder, named.tokenizer(config))
   hugging_face.save(
     folder,
     model,

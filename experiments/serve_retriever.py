@@ -65,9 +65,9 @@ _GRACE_S = flags.DEFINE_float(
 def passages():
   """The passages to serve: of the config's world, or of the corpus file."""
   if _CONFIG.value is not None:
-    from stratified.tasks import worlds  # brings jax, which a server of files has no use for
+    from stratified.tasks import named  # brings jax, which a server of files has no use for
 
-    return worlds.passages(_CONFIG.value)
+    return named.passages(_CONFIG.value)
   if not _CORPUS.value:
     raise ValueError(
       f"--retriever={_RETRIEVER.value} needs passages: give --corpus=FILE, or a run's --config"

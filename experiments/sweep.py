@@ -247,7 +247,7 @@ def check(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
   refused = []
   for job, config in jobs:
     try:
-      build.build(config, world=False)
+      build.build(config, task=False)
     except (ValueError, FileNotFoundError) as error:
       refused.append(f"{job.name}: {error}")
   return refused

@@ -74,7 +74,7 @@ def run(config, workdir: pathlib.Path, stop: Stop) -> None:
 
     def claim():
       check_config(workdir, made.workdir_config, settings.rules())
-      retrievers.check_same(workdir, made.world.retriever)
+      retrievers.check_same(workdir, made.task)
 
     processes.first_then_all(claim, "workdir")
   except ValueError as error:

@@ -5,7 +5,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-
 # Log-ratios are held to this on both sides before exp: e^20 is 5e8, far beyond any clip, and finite.
 LOG_RATIO_LIMIT = 20.0
 

@@ -2,20 +2,20 @@
 arrays.
 
 `make` turns the name in a configuration into a `Partition`. A trajectory's own partitions
-(searches, first_search, outcome, answered) look at one trajectory; `product` crosses two; `random`
+(searches, calls, tools, outcome, ...) look at one trajectory; `product` crosses two; `random`
 shuffles another's ids within the group, so that its strata have the same sizes and no meaning: the
 control for "any partition would have helped".
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 import hashlib
-import importlib
-import importlib.util
-import os
-import sys
 from typing import NamedTuple
 
+from stratified import outside
+from stratified.config import setting, Settings
+from stratified.rewards import made_up
 from stratified.types import Trajectory
 
 
@@ -36,21 +36,38 @@ def searches(trajectory: Trajectory) -> int:
   return trajectory.num_searches
 
 
+def calls(trajectory: Trajectory) -> int:
+  """The number of executed calls of all tools."""
+  return trajectory.num_calls()
+
+
 def first_search(trajectory: Trajectory) -> int:
   """1 + the index of the first turn that executed a search, 0 if none did."""
-  return next((index for index, turn in enumerate(trajectory.turns, 1) if turn.searches), 0)
+  searched = (any(call.tool == "search" for call in turn.calls) for turn in trajectory.turns)
+  return next((index for index, found in enumerate(searched, 1) if found), 0)
+
+
+def first_call(trajectory: Trajectory) -> int:
+  """1 + the index of the first turn that executed a call of any tool, 0 if none did."""
+  return next((index for index, turn in enumerate(trajectory.turns, 1) if turn.calls), 0)
 
 
 def outcome(trajectory: Trajectory) -> int:
-  """The best that the searches brought: 0 no search, 1 only errors, 2 nothing found, 3 at least one
+  """The best that the calls brought: 0 no call, 1 only errors, 2 nothing found, 3 at least one
   hit."""
   rank = {"error": 1, "empty": 2, "hit": 3}
-  return max((rank[search.outcome] for search in trajectory.searches), default=0)
+  return max((rank[call.outcome] for call in trajectory.calls), default=0)
 
 
 def answered(trajectory: Trajectory) -> int:
   """1 if the trajectory gave an answer, else 0."""
   return int(trajectory.answer is not None)
+
+
+def tools_used(trajectory: Trajectory, tools: Sequence[str]) -> int:
+  """Which tools were called: the sum of 2^i over the tools i that were, so 0 is none."""
+  called = {call.tool for call in trajectory.calls}
+  return sum(2**i for i, tool in enumerate(tools) if tool in called)
 
 
 def by_trajectory(function: Callable[[Trajectory], int], num_strata: int) -> Partition:
@@ -66,14 +83,19 @@ def by_trajectory(function: Callable[[Trajectory], int], num_strata: int) -> Par
 
 
 def _checked(identity, function) -> int:
-  name = getattr(function, "__qualname__", repr(function))
-  if isinstance(identity, bool):
-    identity = int(identity)
-  if not hasattr(identity, "__index__") or (identity := identity.__index__()) < 0:
-    raise ValueError(
-      f"the partition function {name} returned {identity!r}; a stratum is a whole number, 0 or more"
-    )
-  return identity
+  if (wrong := _no_stratum(identity)) is not None:
+    name = getattr(function, "__qualname__", repr(function))
+    raise ValueError(f"the partition function {name} returned {identity!r}; {wrong}")
+  return identity.__index__()
+
+
+def _no_stratum(identity) -> str | None:
+  """What is wrong with a stratum, None where nothing is."""
+  try:
+    good = identity.__index__() >= 0
+  except (AttributeError, TypeError):
+    good = False
+  return None if good else "a stratum is a whole number, 0 or more"
 
 
 def product(left: Partition, right: Partition) -> Partition:
@@ -111,25 +133,49 @@ def shuffled(base: Partition, seed: int = 0) -> Partition:
   return Partition(assign, base.num_strata)
 
 
+@dataclasses.dataclass(frozen=True)
+class StrataSettings(Settings):
+  """How a group is split."""
+
+  SECTION = "strata"
+  name: str = setting(
+    "searches",
+    "searches, calls, calls_TOOL, tools, first_search, first_call, outcome, answered, two crossed "
+    "by *, random, or module:function",
+    affects=("training",),
+  )
+  cap: int = setting(4, "counts from 0 to here get a stratum each", low=1, affects=("training",))
+
+
 # Each with the number of strata at a cap: counts above the cap share its stratum.
 _BY_TRAJECTORY = {
   "searches": (searches, lambda cap: cap + 1),
+  "calls": (calls, lambda cap: cap + 1),
+  "first_call": (first_call, lambda cap: cap + 1),
   "first_search": (first_search, lambda cap: cap + 1),
   "outcome": (outcome, lambda cap: 4),
   "answered": (answered, lambda cap: 2),
 }
 
 
-def make(name: str, *, cap: int = 4, seed: int = 0, base: str = "searches") -> Partition:
+def make(
+  name: str,
+  *,
+  cap: int = 4,
+  seed: int = 0,
+  base: str | None = None,
+  tools: Sequence[str] | None = ("search",),
+) -> Partition:
   """The partition that a configuration names.
 
-  name  searches, first_search, outcome, answered; two or more crossed, as in "searches*outcome";
-        "random",
-        the ids of `base` shuffled within each group; or "module:function", a function of your own
-        from a Trajectory to a whole number, found on the Python path or in the working directory
+  name  searches, calls (of any tool), calls_TOOL, tools (which were called), first_search,
+        first_call, outcome, answered; two or more crossed, as in "searches*outcome"; "random", the
+        ids of `base` shuffled within each group; or "module:function", a function of your own from
+        a Trajectory to a whole number, found on the Python path or in the working directory
   cap   counts from 0 to cap get a stratum each, larger ones share the last (also for
         "module:function")
-  seed  of "random"
+  seed  of "random"; its base is searches, or calls in a task that searches nothing
+  tools the task's tools; None where they are not known yet
 
   Raises ValueError, one sentence, for an unknown name or a cap below 1.
   """
@@ -144,45 +190,29 @@ def make(name: str, *, cap: int = 4, seed: int = 0, base: str = "searches") -> P
         "strata.base is 'random'; it names the partition whose sizes are kept, for example "
         "'searches'"
       )
-    return shuffled(make(base, cap=cap, seed=seed), seed)
-  return functools.reduce(product, [_one(part.strip(), name, cap) for part in str(name).split("*")])
+    base = base or ("searches" if "search" in (tools or ("search",)) else "calls")
+    return shuffled(make(base, cap=cap, seed=seed, tools=tools), seed)
+  parts = [part.strip() for part in str(name).split("*")]
+  return functools.reduce(product, [_one(part, name, cap, tools) for part in parts])
 
 
-def _one(part: str, name: str, cap: int) -> Partition:
+def _one(part: str, name: str, cap: int, tools: Sequence[str] | None) -> Partition:
   if ":" in part:
-    return by_trajectory(load_function(part), cap + 1)
-  if part not in _BY_TRAJECTORY:
-    raise ValueError(
-      f"strata.name is {name!r}, and {part!r} is no partition; choose from "
-      f"{', '.join(_BY_TRAJECTORY)}, random, two of them crossed as in 'searches*outcome', or "
-      "your own as 'module:function'"
-    )
-  function, num_strata = _BY_TRAJECTORY[part]
-  return by_trajectory(function, num_strata(cap))
-
-
-def load_function(spec: str) -> Callable[[Trajectory], int]:
-  """Imports "module:function". The working directory is searched after the Python path.
-
-  Raises ValueError where module or function do not exist; an error inside the module is left as it
-  is.
-  """
-  module_name, _, function_name = spec.partition(":")
-  if os.getcwd() not in sys.path:
-    sys.path.append(os.getcwd())
-  try:
-    module = importlib.import_module(module_name)
-  except ModuleNotFoundError as error:
-    if error.name != module_name and not module_name.startswith(f"{error.name}."):
-      raise
-    raise ValueError(
-      f"strata.name is {spec!r}, but there is no module {error.name!r} on the Python path or "
-      f"in {os.getcwd()}; add its folder to PYTHONPATH"
-    ) from error
-  function = getattr(module, function_name, None)
-  if not callable(function):
-    raise ValueError(
-      f"strata.name is {spec!r}, but {module.__file__} has no function {function_name!r}; "
-      "define it there: it takes a Trajectory and returns a whole number"
-    )
-  return function
+    function = outside.function("strata.name", part, "a Trajectory")
+    outside.trial("strata.name", part, lambda: function(made_up()), _no_stratum)
+    return by_trajectory(function, cap + 1)
+  if part in _BY_TRAJECTORY:
+    function, num_strata = _BY_TRAJECTORY[part]
+    return by_trajectory(function, num_strata(cap))
+  known = tools or ()
+  if part == "tools":
+    count = 2 if tools is None else len(known)
+    return by_trajectory(lambda trajectory: tools_used(trajectory, known), 2**count)
+  tool = part.removeprefix("calls_")
+  if tool != part and (tools is None or tool in tools):
+    return by_trajectory(lambda trajectory: trajectory.num_calls(tool), cap + 1)
+  names = [*_BY_TRAJECTORY, "tools", *(f"calls_{tool}" for tool in known), "random"]
+  raise ValueError(
+    f"strata.name is {name!r}, and {part!r} is no partition; choose from {', '.join(names)}, two "
+    "of them crossed as in 'searches*outcome', or your own as 'module:function'"
+  )

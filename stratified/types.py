@@ -65,26 +65,30 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
-  """One executed query. `outcome` is hit (at least one passage), empty, or error (the retriever
-  refused it)."""
+class Call:
+  """One executed call of a tool.
 
-  query: str
+  argument: its text: a query, an expression. outcome: hit (it brought something), empty, or error
+  (the tool refused it, or was lost). results: what it brought: ids of passages, or texts.
+  """
+
+  tool: str
+  argument: str
   outcome: Outcome
-  passage_ids: tuple[str, ...] = ()
+  results: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
   """One generation of the policy and what it was taken for.
 
-  `text` is the decoded policy text of the turn; `searches` are the queries it executed (several in
-  one tool call are several searches; none when the turn came too late to search).
+  `text` is the decoded policy text of the turn; `calls` are the calls that it executed, in their
+  order (none when the turn came too late to call a tool).
   """
 
-  action: Literal["search", "answer", "invalid"]
+  action: Literal["call", "answer", "invalid"]
   text: str
-  searches: tuple[Search, ...] = ()
+  calls: tuple[Call, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +126,17 @@ class Trajectory:
     return [token for segment in self.segments for token in segment.token_ids]
 
   @property
-  def searches(self) -> tuple[Search, ...]:
-    return tuple(search for turn in self.turns for search in turn.searches)
+  def calls(self) -> tuple[Call, ...]:
+    """Every executed call, in order."""
+    return tuple(call for turn in self.turns for call in turn.calls)
+
+  def num_calls(self, tool: str | None = None) -> int:
+    """How many calls of the tool were executed, refused and empty ones too; None is every tool."""
+    return sum(tool is None or call.tool == tool for call in self.calls)
 
   @property
   def num_searches(self) -> int:
-    return sum(len(turn.searches) for turn in self.turns)
+    return self.num_calls("search")
 
   @property
   def num_invalid(self) -> int:

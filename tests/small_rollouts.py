@@ -9,7 +9,7 @@ from stratified import advantages
 from stratified.algorithms.grpo import Grpo, PolicyLossSettings
 from stratified.learner import batching
 from stratified.policy import decoder, weights
-from stratified.types import Question, Search, Segment, Trajectory, Turn
+from stratified.types import Call, Question, Segment, Trajectory, Turn
 
 QUESTION = Question("q", "Who?", ("Ada",))
 
@@ -57,7 +57,7 @@ def trajectory(*parts, searches: int = 0, **fields) -> Trajectory:
   for origin, tokens, *log_probs in parts:
     known = log_probs[0] if log_probs else [-1.0] * len(tokens) if origin == "policy" else ()
     segments.append(Segment(tuple(tokens), origin, tuple(known)))
-  turns = tuple(Turn("search", "", (Search("who", "hit"),)) for _ in range(searches))
+  turns = tuple(Turn("call", "", (Call("search", "who", "hit"),)) for _ in range(searches))
   return Trajectory(
     fields.pop("question", QUESTION), fields.pop("sample", 0), tuple(segments), turns, **fields
   )

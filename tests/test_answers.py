@@ -6,7 +6,7 @@ import pytest
 from small_rollouts import trajectory
 
 from stratified.evaluation import answers, score
-from stratified.types import Question, Search, Turn
+from stratified.types import Call, Question, Turn
 
 
 def rollout(id="q0", answer="Ada", sample=0, text="Who?", **fields):
@@ -14,7 +14,7 @@ def rollout(id="q0", answer="Ada", sample=0, text="Who?", **fields):
   made = trajectory(
     ("prompt", [1]), ("policy", [2, 3]), question=question, answer=answer, sample=sample, **fields
   )
-  turn = Turn("search", "<search> x </search>", (Search("x", "hit", ("7",)),))
+  turn = Turn("call", "<search> x </search>", (Call("search", "x", "hit", ("7",)),))
   return made.__class__(**vars(made) | {"turns": (turn,)})
 
 
@@ -34,9 +34,9 @@ def test_a_rollout_is_a_line_with_its_scores(tmp_path):
   assert row["golden_answers"] == ["Ada", "Ada L."] and row["hops"] == 2 and row["fault"] is None
   assert row["turns"] == [
     {
-      "action": "search",
+      "action": "call",
       "text": "<search> x </search>",
-      "searches": [{"query": "x", "passage_ids": ["7"]}],
+      "calls": [{"tool": "search", "argument": "x", "outcome": "hit", "results": ["7"]}],
     }
   ]
   assert score.summarise([[row]]) == score.summary([[rollout(side_tokens=5)]])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stratified.agents import chat, tags
-from stratified.agents.baselines import methods
+from stratified.agents.baselines import named as methods
 
 CHATML = (
   "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

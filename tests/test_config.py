@@ -164,7 +164,7 @@ def test_a_field_that_nobody_declared_is_refused_with_the_nearest():
   with config.unlocked():
     config.loss.clip_ration = 0.3
   with pytest.raises(ValueError, match="loss.clip_ration is no field .*did you mean loss.clip_rat"):
-    build.build(config, world=False)
+    build.build(config, task=False)
 
 
 @pytest.mark.parametrize("preset", search_r1.PRESETS)
@@ -202,7 +202,7 @@ def test_what_may_change_on_resume_is_what_the_contract_names():
 )
 def test_a_group_of_one_is_refused_where_it_leaves_nothing_to_learn(changes, sentence):
   with pytest.raises(ValueError, match=f"samples_per_question=1 leaves.*{sentence}|{sentence}"):
-    build.build(smallest(**{"rollout.samples_per_question": 1} | changes), world=False)
+    build.build(smallest(**{"rollout.samples_per_question": 1} | changes), task=False)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_group_of_one_is_refused_where_it_leaves_nothing_to_learn(changes, sen
   ids=lambda value: "-".join(value.values()),
 )
 def test_a_group_of_one_is_fine_where_the_batch_or_nothing_is_compared_with(changes):
-  build.build(smallest(**{"rollout.samples_per_question": 1} | changes), world=False)
+  build.build(smallest(**{"rollout.samples_per_question": 1} | changes), task=False)
 
 
 def test_limits_that_a_protocol_cannot_keep_to_are_refused_with_the_world():
@@ -240,9 +240,9 @@ def test_what_was_checked_is_what_the_run_has():
   run = build.build(smallest())
   assert run.packing.length == 128 and run.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1}
   assert run.partition.num_strata == 4 and run.model.width == 16
-  assert run.world.held_out(3) is run.world.held_out(3)
+  assert run.task.held_out(3) is run.task.held_out(3)
   assert run.warm_optimizer is not None
-  without = build.build(smallest(**{"warm_start.num_steps": 0}), world=False)
+  without = build.build(smallest(**{"warm_start.num_steps": 0}), task=False)
   assert without.warm_optimizer is None and without.world is None
 
 

@@ -8,34 +8,32 @@ import pytest
 from stratified import rewards
 from stratified.agents import loop, tags
 from stratified.agents.limits import Limits
-from stratified.data import demonstrations, encyclopedia, language, questions, tokenizer
-from stratified.data.demonstrations import DemonstrationConfig
 from stratified.retrieval.bm25 import BM25
 from stratified.sampling.interface import Request
+from stratified.tasks.encyclopedia import demonstrations, language, pages, questions, vocabulary
+from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig
+from stratified.tools.search import Search
 
-WORLD = encyclopedia.make(encyclopedia.EncyclopediaConfig(entities=600), 0)
-TOKENIZER = tokenizer.build()
+WORLD = pages.make(pages.EncyclopediaConfig(entities=600), 0)
+TOKENIZER = vocabulary.build()
 RETRIEVER = BM25(WORLD.passages)
 ASKED = questions.training_questions(WORLD, seed=0, step=7, count=100)
 FAULTLESS = dict(wrong_query=0.0, wrong_relation=0.0, invalid=0.0)
 LIMITS = dict(
-  max_turns=4,
-  max_turn_tokens=32,
-  max_observation_tokens=128,
-  max_tokens=512,
-  topk=2,
-  answer_tokens=8,
+  max_turns=4, max_turn_tokens=32, max_observation_tokens=128, max_tokens=512, answer_tokens=8
 )
 
 
-def play(config=DemonstrationConfig(**FAULTLESS), *, seed=0, samples=4, asked=ASKED, **limits):
+def play(
+  config=DemonstrationConfig(**FAULTLESS), *, seed=0, samples=4, asked=ASKED, topk=2, **limits
+):
   """All trajectories of the questions, as the loop returns them, and the demonstrator."""
   script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=seed, config=config)
   script.begin(7, asked)
   groups = loop.collect(
     asked,
     sampler=script,
-    retriever=RETRIEVER,
+    tools=(Search(RETRIEVER, topk),),
     tokenizer=TOKENIZER,
     protocol=tags.short(),
     limits=Limits(**{**LIMITS, **limits}),
@@ -94,7 +92,7 @@ def test_with_its_page_always_found_the_script_is_always_right():
   groups = loop.collect(
     ASKED,
     sampler=script,
-    retriever=Oracle(),
+    tools=(Search(Oracle(), 2),),
     tokenizer=TOKENIZER,
     protocol=tags.short(),
     limits=Limits(**LIMITS),
@@ -145,7 +143,7 @@ def test_without_a_search_a_guess_is_of_the_right_kind():
 def test_turns_are_one_action_each_and_the_script_is_certain():
   trajectories, _ = play()
   for t in trajectories:
-    assert [turn.action for turn in t.turns] == ["search"] * t.num_searches + ["answer"]
+    assert [turn.action for turn in t.turns] == ["call"] * t.num_searches + ["answer"]
     policy = [s for s in t.segments if s.origin == "policy"]
     assert all(set(s.log_probs) == {0.0} for s in policy)
     assert all(len(s.token_ids) <= 8 for s in policy)
@@ -159,10 +157,10 @@ def test_the_plan_stands_where_it_was_asked_for(plan):
   for t in trajectories:
     if t.question.hops and t.num_searches:
       seen += 1
-      in_query = t.searches[0].query.split()[-1] in nouns
+      in_query = t.calls[0].argument.split()[-1] in nouns
       in_think = t.turns[0].text.startswith("<think>")
       assert (in_query, in_think) == (plan == "query", plan == "think")
-      assert t.searches[0].query.startswith(questions.chain_of(WORLD, t.question).entities[0])
+      assert t.calls[0].argument.startswith(questions.chain_of(WORLD, t.question).entities[0])
   assert seen > 20
 
 
@@ -174,7 +172,7 @@ def test_each_imperfection_happens_at_its_rate_and_costs():
     assert share_right(matching) < clean - 0.15, name
   spoiled, _ = play(DemonstrationConfig(**{**FAULTLESS, "wrong_query": 1.0, "mixture": (0.0, 1.0)}))
   heads = [questions.chain_of(WORLD, t.question).entities[0] for t in spoiled if t.question.hops]
-  queries = [t.searches[0].query for t in spoiled if t.question.hops]
+  queries = [t.calls[0].argument for t in spoiled if t.question.hops]
   assert sum(query.startswith(head + " ") for query, head in zip(queries, heads)) < 0.05 * len(
     heads
   )
@@ -197,7 +195,7 @@ def test_common_knowledge_searched_for_is_answered_wrongly_by_what_was_read():
   trajectories, _ = play()
   searched = [t for t in trajectories if t.question.hops == 0 and t.num_searches]
   assert len(searched) > 20 and not any(map(right, searched))
-  assert {s.outcome for t in searched for s in t.searches} == {"hit", "empty"}
+  assert {s.outcome for t in searched for s in t.calls} == {"hit", "empty"}
 
 
 def test_a_page_cut_short_is_read_as_far_as_it_goes():

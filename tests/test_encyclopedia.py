@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
-from stratified.data import common_knowledge, encyclopedia, language, questions, tokenizer
-from stratified.data.encyclopedia import EncyclopediaConfig
+from stratified.data import tokenizer
+from stratified.tasks.encyclopedia import common_knowledge, language, questions, vocabulary
+from stratified.tasks.encyclopedia import pages as encyclopedia
+from stratified.tasks.encyclopedia.pages import EncyclopediaConfig
 
 CONFIG = EncyclopediaConfig(entities=600, paraphrases=3)
 WORLD = encyclopedia.make(CONFIG, 0)
 OTHER = encyclopedia.make(CONFIG, 1)
-TOKENIZER = tokenizer.build()
+TOKENIZER = vocabulary.build()
 
 
 def normalise(text):
@@ -47,7 +49,7 @@ def test_the_same_seed_gives_the_same_world_and_another_seed_another():
 
 def test_another_process_builds_the_same_world_questions_and_tokenizer():
   program = (
-    "import hashlib; from stratified.data import encyclopedia as e, questions as q, tokenizer as "
+    "import hashlib; from stratified.tasks.encyclopedia import pages as e, questions as q, vocabulary as "
     "t\n"
     "w = e.make(e.EncyclopediaConfig(entities=100), 0)\n"
     "a = q.training_questions(w, seed=0, step=1, count=9) + q.held_out_questions(w, seed=0, "

@@ -5,8 +5,11 @@ import math
 import pytest
 from small_rollouts import trajectory
 
+from stratified import rewards
 from stratified.evaluation import score
 from stratified.types import Question, Turn
+
+TOOLS = ("search", "calculator")
 
 
 def rollout(answer, *, hops=1, searches=0, tokens=2, **fields):
@@ -78,13 +81,15 @@ def test_a_steps_row_averages_over_what_was_not_lost_and_counts_the_rest():
   invalid = invalid.__class__(
     **vars(invalid) | dict(turns=(Turn("invalid", "?"), Turn("answer", "Rome")))
   )
-  row = score.rollout_row(
-    [[GROUPS[0][0], LOST], [invalid, GROUPS[1][0]]], [[1.0, 99.0], [0.1, 0.4]]
-  )
+  worth = lambda total, short: rewards.Score(total, {"short": short})
+  scores = [[worth(1.0, 1.0), None], [worth(0.1, 0.0), worth(0.4, 0.5)]]
+  row = score.rollout_row([[GROUPS[0][0], LOST], [invalid, GROUPS[1][0]]], scores, 0, TOOLS)
   assert row == {
     "reward/mean": pytest.approx(0.5),
     "reward/exact_match": pytest.approx(1 / 3),
+    "reward/short": pytest.approx(0.5),
     "rollout/searches_mean": 4 / 3,
+    "rollout/calls_mean_calculator": 0.0,
     "rollout/invalid_actions": 1 / 3,
     "rollout/policy_tokens": 2 + 50 + 3 + 4,
     "rollout/failed": 1,
@@ -98,4 +103,4 @@ def test_a_step_of_which_every_rollout_was_lost_stops_the_run_with_the_reason():
     RuntimeError,
     match="all 2 rollouts of the step were lost, the first because the retriever did not",
   ):
-    score.rollout_row([[LOST, LOST]], [[0.0, 0.0]])
+    score.rollout_row([[LOST, LOST]], [[None, None]])

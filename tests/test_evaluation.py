@@ -21,17 +21,13 @@ from stratified.agents.limits import Limits
 from stratified.evaluation import answers, runner
 from stratified.retrieval.corpus import Passage
 from stratified.runs import build, settings
-from stratified.tasks import worlds
+from stratified.tasks import base, search_qa
+from stratified.tools import search
 from stratified.types import Question
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMITS = Limits(
-  max_turns=2,
-  max_turn_tokens=60,
-  max_observation_tokens=100,
-  max_tokens=400,
-  topk=1,
-  answer_tokens=20,
+  max_turns=2, max_turn_tokens=60, max_observation_tokens=100, max_tokens=400, answer_tokens=20
 )
 GO_ON = types.SimpleNamespace(asked=False)
 
@@ -82,7 +78,7 @@ def run(kept, asked, policy, *, samples=1, stop=GO_ON, name="nq"):
     name,
     asked,
     world=WORLD,
-    retriever=Search(),
+    tools=(search.Search(Search(), 1),),
     sampler=policy,
     limits=LIMITS,
     samples=samples,
@@ -209,16 +205,19 @@ def files_config(folder, **changes):
   return config
 
 
-def test_sets_by_name_in_the_papers_order_and_a_count_that_only_cuts(tmp_path):
+def test_sets_by_name_in_the_papers_order_and_a_count_that_only_cuts(tmp_path, monkeypatch):
   config = files_config(tmp_path)
-  world = types.SimpleNamespace(retriever="r", held_out=lambda count: {"held_out": ([], "r")})
+  monkeypatch.setattr(search_qa, "search", lambda config: search.Search(None))
+  monkeypatch.setattr(search_qa.base, "from_checkpoint", lambda config: Tokenizer())
+  world = search_qa.make(config)
   found = runner.question_sets(config, world, ["all"], None)
   assert list(found) == ["nq", "popqa", "zoo"] and all(
     len(asked) == 5 for asked, _ in found.values()
   )
   few = runner.question_sets(config, world, ["popqa"], 3)
   assert list(few) == ["popqa"] and few["popqa"][0] == found["popqa"][0][:3]
-  assert runner.question_sets(config, world, None, 3) == {"held_out": ([], "r")}
+  (asked, tools) = runner.question_sets(config, world, None, 3)["held_out"]
+  assert len(asked) == 3 and tools is world.tools
   with pytest.raises(
     ValueError, match="--sets names musique, but there are questions of nq, popqa, zoo only"
   ):
@@ -236,16 +235,18 @@ def test_the_folder_of_benchmarks_replaces_the_training_questions(tmp_path):
     )
   )
   assert (
-    len(worlds.evaluation_questions(config)) == 24
+    len(search_qa.evaluation_questions(config)) == 24
   )  # all splits: the folder holds what is to be evaluated on
   assert config.data.questions == str(tmp_path / "questions")
 
 
 def test_all_questions_of_a_world_without_end_are_refused():
   with pytest.raises(
-    ValueError, match="--questions=-1 is all questions, but the encyclopedia's are made without end"
+    ValueError, match="--questions=-1 is all questions, but this task's are made without end"
   ):
-    runner.question_sets(search_r1.get_config("tiny"), None, None, None)
+    runner.question_sets(
+      search_r1.get_config("tiny"), types.SimpleNamespace(endless=True), None, None
+    )
 
 
 def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
@@ -298,12 +299,12 @@ def test_a_method_is_a_preset_with_another_protocol(name):
     and large.rollout.chat_template
   )
   for config in (small, large):
-    protocol = worlds.TAGS[config.rollout.protocol](render=None)
+    protocol = base.TAGS[config.rollout.protocol](render=None)
     assert protocol.searches[0] <= config.rollout.max_turns
 
 
 def test_every_protocol_takes_a_chat_template():
-  for name, make in worlds.TAGS.items():
+  for name, make in base.TAGS.items():
     assert "<user>" in make(render=lambda message: f"<user>{message}").prompt("Who?"), name
 
 
@@ -325,7 +326,7 @@ def test_what_a_method_cannot_do_is_refused(changes, message):
   config = search_r1.get_config("tiny")
   config.update_from_flattened_dict(changes)
   with pytest.raises(ValueError) as error:
-    build.build(config, world=False)
+    build.build(config, task=False)
   assert message in str(error.value)
 
 

@@ -18,11 +18,12 @@ import transformers
 from configs import search_r1
 from experiments import export
 from stratified.data import tokenizer as tokenizers
-from stratified.runs.weights import Weights
 from stratified.policy import decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.files import safetensors as tensor_files
 from stratified.runs import build, checkpoint, settings
+from stratified.runs.weights import Weights
+from stratified.tasks.encyclopedia import vocabulary
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = {
@@ -159,7 +160,7 @@ def test_the_encyclopedias_tokenizer_comes_along_token_for_token(exported, text)
   folder, loaded, built = (
     exported,
     transformers.AutoTokenizer.from_pretrained(exported),
-    tokenizers.build(),
+    vocabulary.build(),
   )
   ids = loaded(text)["input_ids"]
   assert ids == built.encode(text)

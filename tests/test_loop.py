@@ -27,6 +27,7 @@ from stratified.agents import loop, tags
 from stratified.agents.limits import Limits
 from stratified.retrieval.corpus import Passage, RetrieverError
 from stratified.sampling.interface import Completion
+from stratified.tools.search import Search
 from stratified.types import Question
 
 EOS = 256
@@ -115,13 +116,9 @@ PAGES = {
   "Bergen": [Passage("9", "Bergen", "Bergen is a town.")],
 }
 QUESTION = Question("q0", "Where?", ("Oslo",))
+TOPK = 2
 WIDE = Limits(
-  max_turns=3,
-  max_turn_tokens=60,
-  max_observation_tokens=120,
-  max_tokens=600,
-  topk=2,
-  answer_tokens=30,
+  max_turns=3, max_turn_tokens=60, max_observation_tokens=120, max_tokens=600, answer_tokens=30
 )
 PROMPT = "Question: Where?\n"
 NO_SEARCH = "<information>No search.</information>"
@@ -138,7 +135,7 @@ def collect(
   return loop.collect(
     questions,
     sampler=sampler,
-    retriever=retriever or Retriever(PAGES),
+    tools=(Search(retriever or Retriever(PAGES), TOPK),),
     tokenizer=Tokenizer(),
     protocol=protocol or tags.short(),
     limits=limits,
@@ -223,8 +220,8 @@ def test_searches_are_fed_back_and_counted():
     ("observation", "<information>Doc 1(Title: Bergen) Bergen is a town.</information>"),
     ("policy", SAY),
   ]
-  assert kinds(trajectory) == ["search", "search", "answer"] and trajectory.num_searches == 2
-  assert [(s.query, s.outcome, s.passage_ids) for s in trajectory.searches] == [
+  assert kinds(trajectory) == ["call", "call", "answer"] and trajectory.num_searches == 2
+  assert [(s.argument, s.outcome, s.results) for s in trajectory.calls] == [
     ("Oslo", "hit", ("7", "8")),
     ("Bergen", "hit", ("9",)),
   ]
@@ -240,7 +237,7 @@ def test_the_answer_after_the_last_searching_turn_counts():
 def test_a_search_asked_for_when_no_turn_is_left_is_not_run():
   trajectory, _, retriever = play(ASK, ASK, ASK, ASK)
   assert trajectory.num_searches == 3 == len(retriever.calls)
-  assert kinds(trajectory) == ["search"] * 4 and trajectory.turns[-1].searches == ()
+  assert kinds(trajectory) == ["call"] * 4 and trajectory.turns[-1].calls == ()
   assert (trajectory.answer, trajectory.stop) == (None, "turns")
   assert trajectory.segments[-1].origin == "policy"
 
@@ -287,14 +284,14 @@ def test_a_turn_without_a_completed_action_is_corrected(turn):
 @pytest.mark.parametrize(
   "turn, action",
   [
-    ("<search> a <search> b </search>", tags.Action("search", ("b",))),
-    ("<answer> a <search> b </search>", tags.Action("search", ("b",))),
+    ("<search> a <search> b </search>", tags.Action("call", (("search", "b"),))),
+    ("<answer> a <search> b </search>", tags.Action("call", (("search", "b"),))),
     ("<answer> a <answer> b </answer>", tags.Action("answer", answer="b")),
     ("<search> a <answer> b </answer>", tags.Action("answer", answer="b")),
-    ("<search> a </search><search> b </search>", tags.Action("search", ("a",))),
-    ("<search> a </search><answer> b </answer>", tags.Action("search", ("a",))),
+    ("<search> a </search><search> b </search>", tags.Action("call", (("search", "a"),))),
+    ("<search> a </search><answer> b </answer>", tags.Action("call", (("search", "a"),))),
     ("<answer> b </answer><search> a </search>", tags.Action("answer", answer="b")),
-    ("<search> a\n b </search> tail", tags.Action("search", ("a\n b",))),
+    ("<search> a\n b </search> tail", tags.Action("call", (("search", "a\n b"),))),
     ("<answer></answer>", tags.Action("answer", answer="")),
     ("<information>x</information>", tags.Action("invalid")),
   ],
@@ -343,7 +340,7 @@ def test_an_answer_split_by_a_correction_is_none():
 def test_finding_nothing_is_ordinary():
   trajectory, _, _ = play("<search> Москва 東京 </search>", SAY)
   assert texts(trajectory)[2] == ("observation", NOTHING)
-  assert [(s.query, s.outcome, s.passage_ids) for s in trajectory.searches] == [
+  assert [(s.argument, s.outcome, s.results) for s in trajectory.calls] == [
     ("Москва 東京", "empty", ())
   ]
 
@@ -353,7 +350,7 @@ def test_an_empty_query_is_a_search_that_finds_nothing_and_asks_nobody(turn):
   trajectory, _, retriever = play(turn, SAY, retriever=Retriever({"": PAGES["Oslo"]}))
   assert (
     trajectory.num_searches == 1
-    and trajectory.searches[0].outcome == "empty"
+    and trajectory.calls[0].outcome == "empty"
     and retriever.calls == []
   )
   assert texts(trajectory)[2] == ("observation", NOTHING)
@@ -369,7 +366,7 @@ def test_passages_are_dropped_whole_and_the_observation_is_closed():
   assert texts(play(ASK, SAY, max_observation_tokens=whole)[0])[2][1] == OSLO
   trajectory, _, _ = play(ASK, SAY, max_observation_tokens=whole - 1)
   assert texts(trajectory)[2][1] == "<information>Doc 1(Title: Oslo) Oslo is a city.</information>"
-  assert trajectory.searches[0].passage_ids == ("7", "8")
+  assert trajectory.calls[0].results == ("7", "8")
 
 
 def test_a_first_passage_that_is_too_long_keeps_its_beginning():
@@ -417,7 +414,7 @@ def test_tags_in_titles_and_passages_are_neutralised():
   assert (
     text.count("</information>") == 1 and text.endswith("</information>") and "1 < 2 <3" in text
   )
-  assert trajectory.answer == "Oslo" and kinds(trajectory) == ["search", "invalid", "answer"]
+  assert trajectory.answer == "Oslo" and kinds(trajectory) == ["call", "invalid", "answer"]
 
 
 def test_a_tag_split_over_title_and_text_does_not_form():
@@ -446,7 +443,7 @@ def test_an_observation_is_shortened_to_leave_room_for_an_answer():
 def test_a_search_without_room_for_its_observation_is_not_run():
   room = len(PROMPT) + len(ASK) + len("<information>D</information>") + 30
   trajectory, _, retriever = play(ASK, max_tokens=room - 1)
-  assert retriever.calls == [] and trajectory.num_searches == 0 and kinds(trajectory) == ["search"]
+  assert retriever.calls == [] and trajectory.num_searches == 0 and kinds(trajectory) == ["call"]
   assert (trajectory.stop, trajectory.answer, trajectory.fault) == ("length", None, None)
 
 
@@ -520,7 +517,7 @@ def test_a_forced_turn_takes_only_its_own_tag_and_is_closed_for_the_policy():
     "Oslo</answer> y", Tokenizer().encode(" Oslo") + [EOS], forced_searches=1
   )
   assert retriever.calls == [(["Oslo</answer> y"], 2)] and trajectory.answer == "Oslo"
-  assert kinds(trajectory) == ["search", "answer"] and trajectory.num_invalid == 0
+  assert kinds(trajectory) == ["call", "answer"] and trajectory.num_invalid == 0
   origins = [origin for origin, _ in texts(trajectory)]
   assert origins == [
     "prompt",
@@ -555,7 +552,7 @@ def test_the_room_kept_for_an_answer_includes_its_forced_opening():
     play(SAY, forced_searches=0, max_tokens=54)
 
 
-class LongOpening(tags.SearchTags):
+class LongOpening(tags.Tags):
   """Forces an answer by more tokens than a search."""
 
   def opening(self, kind):
@@ -647,7 +644,7 @@ def test_a_failed_search_loses_every_rollout_of_its_round_and_no_other(retriever
     and faults[0][0] == faults[1][0]
     and faults[0][1] is faults[1][1] is None
   )
-  assert len(retriever.calls) == 1 and groups[0][0].searches[0].outcome == "error"
+  assert len(retriever.calls) == 1 and groups[0][0].calls[0].outcome == "error"
   assert [t.stop for group in groups for t in group] == ["fault", "answer", "fault", "answer"]
 
 
@@ -723,7 +720,7 @@ def test_searches_of_a_round_are_one_call_with_distinct_queries(reverse):
   groups = collect([QUESTION, QUESTION], sampler, retriever, samples=2)
   assert retriever.calls == [(["Oslo", "Bergen"], 2), (["Bergen", "Oslo"], 2)]
   assert [[t.num_searches for t in group] for group in groups] == [[2, 1], [0, 2]]
-  assert groups[1][1].searches[0].passage_ids == ("7", "8") == groups[0][0].searches[0].passage_ids
+  assert groups[1][1].calls[0].results == ("7", "8") == groups[0][0].calls[0].results
 
 
 @pytest.mark.parametrize("shuffle", range(5))
@@ -777,7 +774,7 @@ def test_any_script_under_any_budget_ends_within_it(
   data, turns, turn, observation, total, answer, forced
 ):
   limits = Limits(
-    turns, turn, observation, total, 2, answer, None if forced is None else min(forced, turns)
+    turns, turn, observation, total, answer, None if forced is None else min(forced, turns)
   )
   script = data.draw(strategies.lists(words(80), min_size=turns + 1, max_size=turns + 1))
   trajectory, sampler, retriever = play(*script, limits=limits)
@@ -786,7 +783,7 @@ def test_any_script_under_any_budget_ends_within_it(
   assert answered == (trajectory.answer is not None) == (kinds(trajectory)[-1] == "answer")
   assert trajectory.num_searches <= turns
   asked = [query for queries, _ in retriever.calls for query in queries]
-  assert asked == [search.query for search in trajectory.searches if search.query]
+  assert asked == [search.argument for search in trajectory.calls if search.argument]
   if limits.forced_searches is not None and trajectory.stop == "answer":
     assert trajectory.num_searches == limits.forced_searches
   for origin, text in texts(trajectory):
@@ -825,18 +822,17 @@ def test_the_long_wording_surrounds_observations_with_blank_lines():
 
 def test_a_template_without_the_question_is_refused():
   with pytest.raises(ValueError, match="no {question}"):
-    tags.SearchTags(template="Answer!")
+    tags.Tags(template="Answer!")
 
 
 @pytest.mark.parametrize(
   "change, message",
   [
-    ({"max_turns": -1}, "max_turns is -1; it must be at least 0"),
-    ({"max_turn_tokens": 0}, "max_turn_tokens is 0; it must be at least 1"),
-    ({"max_observation_tokens": 0}, "max_observation_tokens is 0"),
-    ({"topk": 0}, "topk is 0"),
-    ({"answer_tokens": 0}, "answer_tokens is 0"),
-    ({"answer_tokens": 600}, "answer_tokens is 600, which leaves nothing of max_tokens"),
+    ({"max_turns": -1}, "rollout.max_turns=-1 must be at least 0"),
+    ({"max_turn_tokens": 0}, "rollout.max_turn_tokens=0 must be at least 1"),
+    ({"max_observation_tokens": 0}, "rollout.max_observation_tokens=0 must be"),
+    ({"answer_tokens": 0}, "rollout.answer_tokens=0 must be"),
+    ({"answer_tokens": 600}, "answer_tokens=600 leaves nothing of rollout.max_tokens"),
     ({"forced_searches": 4}, "forced_searches is 4; it must lie between 0 and max_turns"),
     ({"forced_searches": -1}, "forced_searches is -1"),
   ],

@@ -8,6 +8,7 @@ text; faults; keys; budgets.
 """
 
 import dataclasses
+import functools
 
 import pytest
 import test_loop
@@ -16,20 +17,17 @@ from test_loop import EOS, kinds, PAGES, Retriever, Sampler, texts, Tokenizer
 from stratified import rewards, strata
 from stratified.agents import agent, tags
 from stratified.agents import loop as methods_loop
-from stratified.agents.baselines import methods
+from stratified.agents.baselines import named as methods
+from stratified.agents.baselines import search_o1
 from stratified.agents.limits import Limits
 from stratified.learner import batching
 from stratified.retrieval.corpus import Passage, RetrieverError
+from stratified.tools.search import Search
 from stratified.types import Question
 
 QUESTION = Question("q0", "Where?", ("Oslo",))
 LIMITS = Limits(
-  max_turns=3,
-  max_turn_tokens=80,
-  max_observation_tokens=200,
-  max_tokens=4000,
-  topk=2,
-  answer_tokens=30,
+  max_turns=3, max_turn_tokens=80, max_observation_tokens=200, max_tokens=4000, answer_tokens=30
 )
 SAY, ASK = "<answer> Oslo </answer>", "<search> Oslo </search>"
 OSLO = (
@@ -153,10 +151,10 @@ def test_rag_searches_once_with_the_question_and_puts_the_passages_into_the_prom
     ("prompt", after),
     ("policy", SAY),
   ]
-  assert [(s.query, s.outcome, s.passage_ids) for s in trajectory.searches] == [
+  assert [(s.argument, s.outcome, s.results) for s in trajectory.calls] == [
     ("Where?", "hit", ("7", "8"))
   ]
-  assert trajectory.answer == "Oslo" and kinds(trajectory) == ["search", "answer"]
+  assert trajectory.answer == "Oslo" and kinds(trajectory) == ["call", "answer"]
 
 
 def test_rag_with_a_chat_template_keeps_the_passages_inside_the_users_message():
@@ -171,7 +169,7 @@ def test_rag_with_a_chat_template_keeps_the_passages_inside_the_users_message():
 def test_rag_finds_nothing():
   trajectory, _, _ = play("rag", SAY, retriever=Retriever({}))
   assert texts(trajectory)[1] == ("observation", "<information>No passages found.</information>")
-  assert trajectory.searches[0].outcome == "empty"
+  assert trajectory.calls[0].outcome == "empty"
 
 
 def test_rag_cuts_the_passages_to_leave_room_for_the_answer():
@@ -199,7 +197,7 @@ def test_a_search_that_fails_loses_the_rollout():
   trajectory, _, _ = play("rag", SAY, retriever=Retriever(error=RetrieverError("gone")))
   assert (
     trajectory.fault == "the search for 'Where?' failed: gone"
-    and trajectory.searches[0].outcome == "error"
+    and trajectory.calls[0].outcome == "error"
   )
 
 
@@ -218,11 +216,11 @@ def test_ircot_searches_with_each_line_until_one_answers():
     "ircot", "Oslo\n", "So the answer is: <answer> Oslo </answer>"
   )
   assert retriever.calls == [(["Where?"], 2), (["Oslo"], 2)] and kinds(trajectory) == [
-    "search",
-    "search",
+    "call",
+    "call",
     "answer",
   ]
-  assert trajectory.answer == "Oslo" and [s.query for s in trajectory.searches] == [
+  assert trajectory.answer == "Oslo" and [s.argument for s in trajectory.calls] == [
     "Where?",
     "Oslo",
   ]
@@ -247,9 +245,7 @@ def test_ircot_asks_with_the_lines_words_and_not_with_its_tags():
 
 def test_a_line_without_a_word_searches_nothing_and_counts_as_invalid():
   trajectory, _, retriever = play("ircot", "\n", " ... \n", SAY, max_turns=4)
-  assert (
-    kinds(trajectory) == ["search", "invalid", "invalid", "answer"] and len(retriever.calls) == 1
-  )
+  assert kinds(trajectory) == ["call", "invalid", "invalid", "answer"] and len(retriever.calls) == 1
   assert trajectory.num_invalid == 2 and trajectory.answer == "Oslo"
 
 
@@ -276,7 +272,7 @@ def test_ircot_forced_to_a_number_of_searches_makes_it():
   )
   assert (
     trajectory.num_searches == 2
-    and trajectory.searches[1].query == "Bergen"
+    and trajectory.calls[1].argument == "Bergen"
     and trajectory.answer == "Oslo"
   )
   assert sampler.requests[0].stop == ("\n",)
@@ -517,7 +513,7 @@ def test_every_wording_asks_the_question_and_shows_what_an_answer_is(name):
   text = "".join(protocol.parts("Who discovered it?"))
   assert "Who discovered it?" in text and "<answer>" in text and "{" not in text
   assert len(protocol.parts("x")) == (2 if name.startswith(("rag", "ircot")) else 1)
-  assert isinstance(protocol, tags.SearchTags)
+  assert isinstance(protocol, tags.Tags)
 
 
 # ---------------------------------------------------------------- the real sampler
@@ -529,11 +525,11 @@ def test_condensing_leaves_the_draws_of_the_rollouts_as_they_are():
 
   config, tokenizer = decoder_config(vocab_size=257), OneCharacterEach()
   template = "Q: {question}\n"
-  plain = tags.SearchTags(template=template, before="", after="", corrective="No.")
+  plain = tags.Tags(template=template, before="", after="", corrective="No.")
   condensed = dataclasses.replace(
     plain,
-    rollout=methods.functools.partial(
-      methods.search_and_condense, digest=methods.Digest("{query}: {passages} ->")
+    rollout=functools.partial(
+      search_o1.search_and_condense, digest=search_o1.Digest("{query}: {passages} ->")
     ),
   )
   limits = Limits(
@@ -541,7 +537,6 @@ def test_condensing_leaves_the_draws_of_the_rollouts_as_they_are():
     max_turn_tokens=8,
     max_observation_tokens=60,
     max_tokens=200,
-    topk=1,
     answer_tokens=8,
     forced_searches=1,
   )
@@ -558,7 +553,7 @@ def test_condensing_leaves_the_draws_of_the_rollouts_as_they_are():
     return methods_loop.collect(
       [QUESTION, Question("q1", "Who?", ("x",))],
       sampler=sampler,
-      retriever=Everything(),
+      tools=(Search(Everything(), 1),),
       tokenizer=tokenizer,
       protocol=protocol,
       limits=limits,

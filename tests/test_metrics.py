@@ -10,7 +10,7 @@ from tensorboardX.proto import event_pb2
 
 from stratified import files
 from stratified.runs import writer as metrics
-from stratified.types import Question, Search, Segment, Trajectory, Turn
+from stratified.types import Call, Question, Segment, Trajectory, Turn
 
 
 def _strict(constant):
@@ -196,7 +196,9 @@ def test_a_trajectory_becomes_one_object_with_every_segment_as_text():
       Segment((6,), "policy", (-0.25,)),
     ),
     turns=(
-      Turn("search", "…", (Search("ada born", "hit", ("p1", "p2")), Search("", "empty"))),
+      Turn(
+        "call", "…", (Call("search", "ada born", "hit", ("p1", "p2")), Call("search", "", "empty"))
+      ),
       Turn("answer", "…"),
     ),
     answer="London",
@@ -223,15 +225,16 @@ def test_a_trajectory_becomes_one_object_with_every_segment_as_text():
     ],
     "turns": [
       {
-        "action": "search",
-        "searches": [
-          {"query": "ada born", "outcome": "hit", "passage_ids": ["p1", "p2"]},
-          {"query": "", "outcome": "empty", "passage_ids": []},
+        "action": "call",
+        "calls": [
+          {"tool": "search", "argument": "ada born", "outcome": "hit", "results": ["p1", "p2"]},
+          {"tool": "search", "argument": "", "outcome": "empty", "results": []},
         ],
       },
-      {"action": "answer", "searches": []},
+      {"action": "answer", "calls": []},
     ],
     "searches": 2,
+    "calls": {"search": 2},
     "answer": "London",
     "stop": "answer",
     "fault": None,

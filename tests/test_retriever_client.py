@@ -411,16 +411,15 @@ def test_a_lost_search_is_not_remembered():
 
 def test_a_lost_query_loses_the_rollouts_that_asked_it_and_no_other():
   from stratified.agents import loop
-  from stratified.agents.agent import Lookup
+  from stratified.agents.agent import Use
+  from stratified.tools.base import Result, ToolError
+  from stratified.tools.search import Search
 
-  lookups = {
-    (0, 0, 0): Lookup(("a", "bad")),
-    (0, 0, 1): Lookup(("a",)),
-    (0, 1, 0): Lookup(("bad",)),
-  }
-  found = loop._search(lookups, Counting(), 1)
-  assert isinstance(found[0, 0, 0], RetrieverError) and isinstance(found[0, 1, 0], RetrieverError)
-  assert found[0, 0, 1] == [[Passage("a", "", "1")]]
+  search = lambda *queries: Use(tuple(("search", query) for query in queries))
+  uses = {(0, 0, 0): search("a", "bad"), (0, 0, 1): search("a"), (0, 1, 0): search("bad")}
+  found = loop._run(uses, {"search": Search(Counting(), 1)})
+  assert isinstance(found[0, 0, 0], ToolError) and isinstance(found[0, 1, 0], ToolError)
+  assert found[0, 0, 1] == [Result((Passage("a", "", "1"),))]
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 50])

@@ -25,7 +25,7 @@ from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.client import HttpRetriever, RetrieverDown
 from stratified.retrieval.corpus import Passage, RetrieverError
 from stratified.runs import build, checkpoint, settings
-from stratified.tasks import worlds
+from stratified.tasks import named
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 16
@@ -108,9 +108,7 @@ def corpus(tmp_path_factory):
   config, path = search_r1.get_config("tiny"), tmp_path_factory.mktemp("corpus") / "passages.jsonl"
   config.data.entities = SETTINGS["data.entities"]
   path.write_text(
-    "".join(
-      json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in worlds.passages(config)
-    )
+    "".join(json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in named.passages(config))
   )
   return path
 
@@ -325,7 +323,7 @@ def test_a_retriever_that_can_t_be_is_refused_in_words(changes, sentence):
   config = search_r1.get_config("tiny")
   config.update_from_flattened_dict(RUN | changes)
   with pytest.raises((ValueError, OSError), match=sentence):
-    build.build(config, world=False)
+    build.build(config, task=False)
 
 
 def test_where_the_retriever_listens_may_change_and_what_it_searches_may_not(tmp_path):

@@ -30,11 +30,20 @@ def reference_words(text):
   return "".join(" " if run in ("a", "an", "the") else run for run in runs).split()
 
 
+def reference_match(prediction, golden):
+  """Equal words; where the golden answer has none, equal spelling, which an empty answer never
+  has."""
+  wanted = reference_words(golden)
+  if wanted:
+    return float(reference_words(prediction) == wanted)
+  return float(prediction.strip() != "" and prediction.strip() == golden.strip())
+
+
 def reference_f1(prediction, golden):
   """F1 as the harmonic mean of precision and recall, matching words off one by one."""
   predicted, left = reference_words(prediction), list(reference_words(golden))
   if not predicted or not left:
-    return float(predicted == left)
+    return reference_match(prediction, golden)
   total, common = len(left), 0
   for word in predicted:
     if word in left:
@@ -108,13 +117,13 @@ def test_ten_thousand_odd_pairs_agree_with_the_independent_writing():
     assert rewards.normalize_answer(prediction) == " ".join(reference_words(prediction)), repr(
       prediction
     )
-    expected = float(any(reference_words(prediction) == reference_words(a) for a in answers))
+    expected = max(reference_match(prediction, a) for a in answers)
     assert rewards.exact_match(prediction, answers) == expected, (prediction, answers)
     assert rewards.f1(prediction, answers) == pytest.approx(
       max(reference_f1(prediction, a) for a in answers)
     )
     matches += expected
-  assert 1_000 < matches < 9_000, "the pairs should both match and miss"
+  assert 400 < matches < 9_000, "the pairs should both match and miss"
 
 
 @settings(max_examples=300, deadline=None)
@@ -122,7 +131,7 @@ def test_ten_thousand_odd_pairs_agree_with_the_independent_writing():
 def test_any_text_agrees_with_the_independent_writing_and_matches_itself(text):
   normalized = rewards.normalize_answer(text)
   assert normalized == " ".join(reference_words(text))
-  assert rewards.exact_match(text, [text]) == rewards.f1(text, [text]) == 1.0
+  assert rewards.exact_match(text, [text]) == rewards.f1(text, [text]) == float(bool(text.strip()))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +166,16 @@ def test_normalisation_by_example(text, expected):
     (None, ["Oslo"], 0.0, 0.0),
     (None, [""], 0.0, 0.0),
     ("", ["Oslo"], 0.0, 0.0),
-    ("The", ["A"], 1.0, 1.0),
-    ("", ["The"], 1.0, 1.0),
+    # a golden answer of which nothing is left is matched by its own spelling alone
+    ("The", ["A"], 0.0, 0.0),
+    ("", ["The"], 0.0, 0.0),
+    ("", [""], 0.0, 0.0),
+    (" ", [" "], 0.0, 0.0),
+    ("?", ["---"], 0.0, 0.0),
+    ("the", ["The The"], 0.0, 0.0),
+    ("", ["A", "Oslo"], 0.0, 0.0),
+    ("A ", ["A"], 1.0, 1.0),
+    ("---", ["---"], 1.0, 1.0),
   ],
 )
 def test_matches_by_example(prediction, golden, match, f1):

@@ -2,19 +2,22 @@
 user's own function."""
 
 import collections
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
 from stratified import strata
-from stratified.types import Question, Search, Trajectory, Turn
+from stratified.types import Call, Question, Trajectory, Turn
 
 
 def trajectory(*turns, answer="Paris", fault=None, sample=0, question="q1", version=0):
   """Each turn is a tuple of search outcomes; () is a turn without an executed search."""
-  searches = [tuple(Search("capital", outcome) for outcome in outcomes) for outcomes in turns]
-  made = tuple(Turn("search" if executed else "invalid", "", executed) for executed in searches)
+  searches = [
+    tuple(Call("search", "capital", outcome) for outcome in outcomes) for outcomes in turns
+  ]
+  made = tuple(Turn("call" if executed else "invalid", "", executed) for executed in searches)
   return Trajectory(
     Question(question, "?", ("Paris",)),
     sample,
@@ -119,6 +122,7 @@ def test_a_function_of_your_own(tmp_path, monkeypatch):
     "def is_long(trajectory): return trajectory.num_searches > 1\n"
     "def half(trajectory): return 0.5\n"
     "def minus(trajectory): return -1\n"
+    "def late(trajectory): return 0 if trajectory.question.id == 'made-up' else -1\n"
     "broken = 3\n"
   )
   monkeypatch.chdir(tmp_path)
@@ -128,12 +132,36 @@ def test_a_function_of_your_own(tmp_path, monkeypatch):
   assert all(type(k) is int for k in strata.make("my_strata_module:words").assign(GROUP))
   for name, value in (("half", "0.5"), ("minus", "-1")):
     with pytest.raises(
-      ValueError, match=f"{name} returned {value}; a stratum is a whole number, 0 or more"
+      ValueError, match=f"{name}', which returned {value}: a stratum is a whole number, 0 or more"
     ):
-      strata.make(f"my_strata_module:{name}").assign(GROUP)
-  for name in ("absent", "broken"):
-    with pytest.raises(ValueError, match=f"has no function '{name}'"):
       strata.make(f"my_strata_module:{name}")
+  late = "late returned -1; a stratum is a whole number, 0 or more"
+  with pytest.raises(ValueError, match=late):  # right when it was tried, wrong in the run
+    strata.make("my_strata_module:late").assign(GROUP)
+  for name, wrong in (("absent", "has no 'absent'"), ("broken", "which is 3 and no function")):
+    with pytest.raises(ValueError, match=wrong):
+      strata.make(f"my_strata_module:{name}")
+
+
+def used(*calls):
+  """A rollout with these calls of tools, one a turn."""
+  turns = tuple(Turn("call", "", (Call(tool, "x", "hit"),)) for tool in calls)
+  return dataclasses.replace(trajectory(), turns=turns)
+
+
+def test_partitions_by_tool():
+  tools = ("search", "calculator")
+  group = [used(), used("search"), used("calculator"), used("search", "calculator", "search")]
+  ids = lambda name: strata.make(name, tools=tools).assign(group)
+  assert ids("calls") == [0, 1, 1, 3] and ids("searches") == [0, 1, 0, 2]
+  assert ids("calls_calculator") == [0, 0, 1, 1] and ids("tools") == [0, 1, 2, 3]
+  assert ids("first_search") == [0, 1, 0, 1] and ids("first_call") == [0, 1, 1, 1]
+  assert strata.make("tools", tools=tools).num_strata == 4
+  assert strata.make("calls_clock", tools=None).num_strata == 5  # not known yet
+  with pytest.raises(ValueError, match="'calls_clock' is no partition; .*calls_calculator"):
+    strata.make("calls_clock", tools=tools)
+  alone = strata.make("random", tools=("calculator",)).assign([used(), used("calculator")])
+  assert sorted(alone) == [0, 1]
 
 
 def test_an_import_error_inside_a_module_of_your_own_is_not_hidden(tmp_path, monkeypatch):

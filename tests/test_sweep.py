@@ -201,7 +201,7 @@ def test_every_method_is_one_that_training_accepts():
   from stratified.runs import build
 
   for method in baselines.METHODS:
-    build.build(baselines.get_config(method), world=False)
+    build.build(baselines.get_config(method), task=False)
 
 
 def test_annealing_ends_with_the_run_however_long_it_is():
@@ -408,7 +408,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   from stratified.retrieval import retrievers
   from stratified.runs import build, phases, settings
   from stratified.runs.checkpoint import Checkpointer
-  from stratified.tasks import worlds
+  from stratified.tasks import named
 
   seen = set()
   plain = smallest(**{"warm_start.mixture": (0.5, 0.5)})
@@ -429,7 +429,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
     retrievers, "open_retriever", lambda config, passages: open_retriever(plain, passages)
   )
   mesh = build.mesh_of(watched)
-  world = worlds.world(watched)
+  world = named.make(watched)
   with (
     Checkpointer(tmp_path / "warm_start", 100) as checkpointer,
     metrics.Writer(tmp_path) as writer,

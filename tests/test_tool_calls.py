@@ -10,26 +10,23 @@ import pytest
 from stratified.agents import loop, tool_calls
 from stratified.agents.chat import ChatTemplate
 from stratified.agents.limits import fit, Limits
-from stratified.agents.tool_calls import read_call, SEARCH, ToolCalls
+from stratified.agents.tool_calls import described, read_call, ToolCalls
 from stratified.retrieval.corpus import Passage
 from stratified.sampling.interface import Completion
+from stratified.tools.search import Search
 from stratified.types import Question
 
 START, END = 256, 257
 CHAT = ChatTemplate(QWEN25)
 PROTOCOL = ToolCalls(CHAT, "<|im_end|>", corrective_text="Try again.")
+SEARCH = described(Search)
 PAGES = {
   "Oslo": [Passage("7", "Oslo", "Oslo is a city."), Passage("8", "Fjord", "A fjord.")],
   "Bergen": [Passage("9", "Bergen", "Bergen is a town.")],
 }
 QUESTION = Question("q", "Where?", ("Oslo",))
 WIDE = Limits(
-  max_turns=3,
-  max_turn_tokens=300,
-  max_observation_tokens=600,
-  max_tokens=4000,
-  topk=2,
-  answer_tokens=30,
+  max_turns=3, max_turn_tokens=300, max_observation_tokens=600, max_tokens=4000, answer_tokens=30
 )
 
 
@@ -84,6 +81,10 @@ class Retriever:
     return [PAGES.get(query, [])[:topk] for query in queries]
 
 
+def asked(*queries):
+  return tuple(("search", query) for query in queries)
+
+
 def call(*queries):
   return (
     "<tool_call>\n"
@@ -97,7 +98,7 @@ def run(*turns, limits=WIDE, question=QUESTION, protocol=PROTOCOL):
   [[trajectory]] = loop.collect(
     [question],
     sampler=sampler,
-    retriever=retriever,
+    tools=(Search(retriever, 2),),
     tokenizer=Tokenizer(),
     protocol=protocol,
     limits=limits,
@@ -150,7 +151,7 @@ def test_several_queries_of_one_call_are_several_searches_and_one_response():
     said(call("Oslo", "Bergen")), told(expected), said("<answer>x</answer>")
   )
   assert retriever.calls == [["Oslo", "Bergen"]]
-  assert [search.query for search in trajectory.searches] == ["Oslo", "Bergen"] and len(
+  assert [search.argument for search in trajectory.calls] == ["Oslo", "Bergen"] and len(
     trajectory.turns
   ) == 2
 
@@ -165,7 +166,7 @@ def test_parallel_calls_get_a_response_each():
     told("Doc 2(Title: Oslo) Oslo is a city.\nDoc 3(Title: Fjord) A fjord."),
     said("<answer>x</answer>"),
   )
-  assert [search.outcome for search in trajectory.searches] == ["hit", "empty", "hit"]
+  assert [search.outcome for search in trajectory.calls] == ["hit", "empty", "hit"]
 
 
 @pytest.mark.parametrize(
@@ -292,13 +293,13 @@ def test_half_a_surrogate_pair_in_json_does_not_reach_the_retriever():
   ],
 )
 def test_a_call_is_read_or_is_none(text, queries):
-  assert read_call(text) == queries
+  assert read_call(text, (Search,)) == (queries and asked(*queries))
 
 
 def test_a_turn_is_what_it_completes_first():
   assert PROTOCOL.parse("<answer>a</answer>" + call("b")).kind == "answer"
-  assert PROTOCOL.parse(call("b") + "<answer>a</answer>").queries == ("b",)
-  assert PROTOCOL.parse("<answer> " + call("b") + "</answer>").kind == "search"
+  assert PROTOCOL.parse(call("b") + "<answer>a</answer>").calls == asked("b")
+  assert PROTOCOL.parse("<answer> " + call("b") + "</answer>").kind == "call"
   assert PROTOCOL.parse(call("b") + "<answer>a</answer>", "answer").answer == "a"
   assert PROTOCOL.parse("<answer>a</answer>", "search").kind == "invalid"
 
@@ -321,7 +322,7 @@ def test_one_bad_call_makes_the_turn_invalid(text):
 
 def test_a_forced_opening_and_closing_make_a_call():
   opening, closing = PROTOCOL.opening("search"), PROTOCOL.closing("search")
-  assert PROTOCOL.parse(opening + "a query" + closing, "search").queries == ("a query",)
+  assert PROTOCOL.parse(opening + "a query" + closing, "search").calls == asked("a query")
 
 
 @settings(max_examples=200, deadline=None)
@@ -349,8 +350,8 @@ def test_a_forced_opening_and_closing_make_a_call():
 )
 def test_any_text_is_some_action(pieces):
   action = PROTOCOL.parse("".join(pieces))
-  assert (action.kind == "search") == bool(action.queries)
-  assert sum(action.calls) == len(action.queries) <= PROTOCOL.max_queries
+  assert (action.kind == "call") == bool(action.calls)
+  assert sum(action.sizes) == len(action.calls) <= PROTOCOL.max_calls
 
 
 ###  Templates  ###

@@ -254,14 +254,17 @@ def test_an_unknown_preset_is_refused_with_those_that_exist():
 
 
 def test_the_smallest_run_itself_is_accepted():
-  build.build(config(), world=False)
+  build.build(config(), task=False)
 
 
 @pytest.mark.parametrize(
   "changes, sentence",
   [
     ({"advantage.name": "grpo2"}, r"advantage\.name is 'grpo2'.*choose one of .*blend.*gn"),
-    ({"advantage.alpha": 1.2}, r"advantage\.alpha=1\.2 must be at least 0 and at most 1, and finite"),
+    (
+      {"advantage.alpha": 1.2},
+      r"advantage\.alpha=1\.2 must be at least 0 and at most 1, and finite",
+    ),
     ({"advantage.ddof": 3}, r"advantage\.ddof is 3.*K is 3.*samples_per_question"),
     ({"strata.name": "colours"}, r"colours"),
     ({"sampler.name": "vllm"}, r"sampler\.name='vllm' is unknown; choose one of jax"),
@@ -309,7 +312,7 @@ def test_the_smallest_run_itself_is_accepted():
 )
 def test_a_value_out_of_range_is_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
-    build.build(config(**changes), world=False)
+    build.build(config(**changes), task=False)
 
 
 @pytest.mark.parametrize(
@@ -332,4 +335,4 @@ def test_a_preset_without_its_model_names_what_is_missing(preset, tmp_path):
   with pytest.raises(
     FileNotFoundError, match=f"policy.checkpoint='{missing}' holds no model.*to get it: "
   ):
-    build.build(config(preset, **{"policy.checkpoint": missing}), world=False)
+    build.build(config(preset, **{"policy.checkpoint": missing}), task=False)

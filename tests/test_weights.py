@@ -14,10 +14,10 @@ import test_train
 
 from experiments import export
 from stratified.learner import state as states
-from stratified.runs.weights import Weights
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
 from stratified.runs import build, checkpoint
+from stratified.runs.weights import Weights
 
 # Without a warm start's rows test_train's settings are a run of four steps, evaluated after the
 # second and the fourth.
@@ -150,4 +150,4 @@ def test_its_export_is_the_policy_that_it_evaluated(whole, tmp_path):
 )
 def test_adapters_that_can_not_be_trained_are_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
-    build.build(test_train.config(**changes), world=False)
+    build.build(test_train.config(**changes), task=False)

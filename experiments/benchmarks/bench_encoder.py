@@ -18,9 +18,9 @@ import pathlib
 import numpy as np
 
 from experiments.benchmarks import paired_timing
-from stratified.data import encyclopedia
 from stratified.encoder.text_encoder import Encoder
 from stratified.retrieval.store import PassageStore
+from stratified.tasks.encyclopedia import pages as encyclopedia
 
 BATCH_SIZES = (16, 32, 64, 128)
 

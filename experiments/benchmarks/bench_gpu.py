@@ -33,7 +33,8 @@ import numpy as np
 
 from stratified import advantages, sharding
 from stratified.algorithms.grpo import Grpo, PolicyLossSettings
-from stratified.learner import batching, optimizer, state as states, update
+from stratified.learner import batching, optimizer, update
+from stratified.learner import state as states
 from stratified.planning import costs
 from stratified.policy import attention, decoder, sizes
 from stratified.sampling import lane_programs

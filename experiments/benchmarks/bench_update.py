@@ -29,10 +29,10 @@ import numpy as np
 from experiments.benchmarks import paired_timing
 from stratified import files
 from stratified.algorithms.supervised import Supervised
-from stratified.learner import batching, state as states, update
+from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
-from stratified.runs import build, writer
-from stratified.tasks import worlds
+from stratified.learner import state as states
+from stratified.runs import build, stages
 from stratified.types import Question, Segment, Trajectory
 
 LEARNING_RATE = 1e-4
@@ -56,8 +56,9 @@ def demonstrations(count):
   questions."""
   config = paired_timing.config_of("tiny")
   config.warm_start.demonstrations_per_step, config.warm_start.context_weight = count, 0.0
-  shape = build.packing(config, build.mesh_of(config), count)
-  batch = worlds.demonstration_batches(config, worlds.world(config), shape, Supervised())(0)
+  config.warm_start.num_steps = 1
+  run = build.build(config)
+  batch = stages.demonstration_batch(run.task.demonstrations(0), run.stages[0])
   used = batch.segment_art > 0
   of = lambda i: used & (batch.trajectory_art == i)
   return [(batch.token_art[of(i)], batch.policy_art[of(i)] > 0) for i in range(count)]

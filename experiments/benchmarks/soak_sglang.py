@@ -32,15 +32,16 @@ import numpy as np
 
 from stratified.agents import loop, tags
 from stratified.agents.limits import Limits
-from stratified.data import encyclopedia
-from stratified.data import questions as generated
-from stratified.data import tokenizer as tokenizers
 from stratified.policy.files import hugging_face
 from stratified.retrieval.bm25 import BM25
 from stratified.sampling.sglang import probe
 from stratified.sampling.sglang.members import FleetConfig
 from stratified.sampling.sglang.publish import PublishConfig, Publisher
 from stratified.sampling.sglang.sampler import Sampling, Servers, SglangSampler
+from stratified.tasks.encyclopedia import pages as encyclopedia
+from stratified.tasks.encyclopedia import questions as generated
+from stratified.tasks.encyclopedia import vocabulary
+from stratified.tools.search import Search
 
 THIRD_PARTY = pathlib.Path(__file__).parents[1] / "third_party" / "sglang"
 SAMPLES, LENGTH, STATES = 4, 256, 5
@@ -49,7 +50,6 @@ LIMITS = Limits(
   max_turn_tokens=24,
   max_observation_tokens=64,
   max_tokens=LENGTH,
-  topk=1,
   answer_tokens=10,
   forced_searches=2,
 )
@@ -174,7 +174,7 @@ def faults_of(model, params, groups, step: int, tolerance: float) -> tuple[list[
 
 def soak(a, servers: list[RealServer]) -> dict:
   """Steps until the time is over; the figures."""
-  tokenizer, model = tokenizers.build(), hugging_face.load_config(a.model, dtype=a.dtype)
+  tokenizer, model = vocabulary.build(), hugging_face.load_config(a.model, dtype=a.dtype)
   first = hugging_face.load_params(a.model, model, dtype="float32")
   states = [
     {n: v * (1 + 0.05 * i) if v.ndim > 2 else v for n, v in first.items()} for i in range(STATES)
@@ -230,7 +230,7 @@ def soak(a, servers: list[RealServer]) -> dict:
           book, seed=a.seed, step=step, count=a.rollouts // SAMPLES, hop_shares=(0.25,) * 4
         ),
         sampler=sampler,
-        retriever=search,
+        tools=(Search(search, topk=1),),
         tokenizer=tokenizer,
         protocol=tags.short(),
         limits=LIMITS,

@@ -1,17 +1,17 @@
 """One rollout as a generator: it yields what it needs and is sent the result.
 
     yield Request(...)  -> is sent the Completion
-    yield Lookup(...)   -> is sent one list of passages per query, or the RetrieverError
+    yield Use(...)      -> is sent one Result per call, or the ToolError that lost them
     return Trajectory
 
 The generator holds the context, the budgets and the turns of one rollout and waits for nothing
-itself, so `loop.collect` runs many of them against one sampler and one retriever. Another kind of
-agent (retrieve first, then answer; search after each sentence) is another generator with the
-arguments of `run`: methods.py has them. A protocol may bring
+itself, so `loop.collect` runs many of them against one sampler and one set of tools. Another kind
+of agent (retrieve first, then answer; search after each sentence) is another generator with the
+arguments of `run`: agents/baselines has them. A protocol may bring
 
     rollout    its generator in place of `run`
     parts      `parts(question)`: the prompt's text in pieces, of which `prompt` is the first
-    searches   (least, most) searches of a rollout; most None where max_turns bounds them
+    searches   (least, most) calls of a rollout; most None where max_turns bounds them
     ends_turns true where each turn ends with the end-of-text token: fed where the policy did not
     come to it
 
@@ -26,23 +26,25 @@ import dataclasses
 from typing import Any
 
 from stratified.agents.limits import fit, Limits, smallest_observation
-from stratified.agents.tags import Action, SearchTags
-from stratified.retrieval.corpus import RetrieverError
+from stratified.agents.tags import Action, ANSWER, Tags
 from stratified.sampling.interface import Completion, Request
-from stratified.types import Origin, Question, Search, Segment, Trajectory, Turn
+from stratified.tools.base import Result, ToolError
+from stratified.types import Call, Origin, Question, Segment, Trajectory, Turn
+
+Calls = tuple[tuple[str, str], ...]  # (tool, argument) each
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
-  """Queries to run, each one an executed search."""
+class Use:
+  """Calls of tools to run, each of them executed."""
 
-  queries: tuple[str, ...]
+  calls: Calls
 
 
-Rollout = Generator[Request | Lookup, Any, Trajectory]
+Rollout = Generator[Request | Use, Any, Trajectory]
 # The turns of a rollout; they return the answer, None where there is none, and what ended the
 # rollout.
-Turns = Generator[Request | Lookup, Any, tuple[str | None, str]]
+Turns = Generator[Request | Use, Any, tuple[str | None, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Setting:
   encode: Callable[[str], tuple[int, ...]]
   decode: Callable[[tuple[int, ...]], str]
   eos_id: int
-  protocol: SearchTags
+  protocol: Tags
   limits: Limits
   weight_version: int
 
@@ -68,7 +70,7 @@ class Fault(Exception):
 def check(setting: Setting):
   """Raises ValueError, before any work, for limits that the protocol cannot keep to.
 
-  max_observation_tokens must hold what is fed whole, max_turns and forced_searches the searches it
+  max_observation_tokens must hold what is fed whole, max_turns and forced_searches the calls it
   makes.
   """
   _check_searches(setting.limits, getattr(setting.protocol, "searches", (0, None)))
@@ -78,9 +80,7 @@ def check(setting: Setting):
       setting.protocol.information([]), setting.encode
     )
   }
-  if "search" in getattr(
-    setting.protocol, "actions", ("search", "answer")
-  ):  # else nothing is ever corrected
+  if setting.protocol.tools:  # else nothing is ever corrected
     fixed["the corrective observation"] = len(setting.encode(setting.protocol.corrective))
   for what, needed in fixed.items():
     if needed > limit:
@@ -128,17 +128,19 @@ def prompt_fault(setting: Setting, pieces: list[tuple[int, ...]]) -> str | None:
   )
 
 
-def _forced(limits: Limits, num_searches: int) -> str | None:
-  """The kind of action that is forced after `num_searches` searches, None where the policy
+def _forced(setting: Setting, num_calls: int) -> str | None:
+  """The tool, or "answer", that is forced after `num_calls` calls; None where the policy
   chooses."""
-  if limits.forced_searches is None:
+  forced = setting.limits.forced_searches
+  if forced is None:
     return None
-  return "search" if num_searches < limits.forced_searches else "answer"
+  # a protocol without tools of the policy's own searches for it
+  return (*setting.protocol.tools, "search")[0] if num_calls < forced else ANSWER
 
 
-def opening(setting: Setting, num_searches: int) -> tuple[int, ...]:
-  """What is fed to force the action after `num_searches` searches."""
-  forced = _forced(setting.limits, num_searches)
+def opening(setting: Setting, num_calls: int) -> tuple[int, ...]:
+  """What is fed to force the action after `num_calls` calls."""
+  forced = _forced(setting, num_calls)
   return setting.encode(setting.protocol.opening(forced)) if forced else ()
 
 
@@ -152,12 +154,11 @@ def side_key(key: tuple[int, int, int], number: int, limits: Limits) -> tuple[in
 def run(
   setting: Setting, question: Question, key: tuple[int, int, int], prompt_ids: tuple[int, ...]
 ) -> Rollout:
-  """The search agent: generate, act, observe, until an answer, the last turn or the end of a
-  budget.
+  """The agent: generate, act, observe, until an answer, the last turn or the end of a budget.
 
-  Turns 0 to max_turns - 1 may search; the generation after them may only answer. A turn that
-  neither searches nor answers is met with the protocol's corrective observation and costs a turn. A
-  search that no turn or no room is left for is not run and does not count.
+  Turns 0 to max_turns - 1 may call tools; the generation after them may only answer. A turn that
+  neither calls nor answers is met with the protocol's corrective observation and costs a turn. A
+  call that no turn or no room is left for is not run and does not count.
   """
   agent = Agent(setting, question, key, prompt_ids)
   return (yield from agent.to_end(agent.take_turns()))
@@ -183,9 +184,9 @@ class Agent:
     return self.trajectory(answer, stop)
 
   def take_turns(self, digest: Callable | None = None) -> Turns:
-    """Searches and corrections until an answer, the last turn or the end of a budget.
+    """Calls and corrections until an answer, the last turn or the end of a budget.
 
-    digest: a generator that makes the Information to feed of (agent, queries, passages of each).
+    digest: a generator that makes the Information to feed of (agent, calls, items of each).
     """
     limits = self.setting.limits
     self.feed(opening(self.setting, 0))
@@ -197,14 +198,14 @@ class Agent:
       if turn == limits.max_turns:
         self.turns.append(Turn(action.kind, text))
         break
-      if action.kind == "search":
-        observation = yield from self.search(text, action.queries, digest, action.calls)
+      if action.kind == "call":
+        observation = yield from self.use(text, action.calls, digest, action.sizes)
       else:
         observation = self.correct(text)
       if observation is None:
         return None, "length"
       self.feed(observation)
-      self.feed(opening(self.setting, self.num_searches()))
+      self.feed(opening(self.setting, self.num_calls()))
     return None, "turns" if self.room() else "length"
 
   def generate(
@@ -214,16 +215,16 @@ class Agent:
 
     forced: the action whose opening has been fed, by default the one that the limits force.
     """
-    protocol, limits = self.setting.protocol, self.setting.limits
-    forced = forced or _forced(limits, self.num_searches())
+    protocol = self.setting.protocol
+    forced = forced or _forced(self.setting, self.num_calls())
     stops = (protocol.closing(forced),) if forced else protocol.stops
-    text = yield from self.sample(stops, last=final or forced == "answer")
+    text = yield from self.sample(stops, last=final or forced == ANSWER)
     if not forced:
       return text, protocol.parse(text)
     begun = protocol.opening(forced) + text
     action = protocol.parse(begun, forced)
     if action.kind == "invalid":
-      # begun for the policy and not closed by it: closed here, so that exactly the forced searches
+      # begun for the policy and not closed by it: closed here, so that exactly the forced calls
       # are made
       closing = self.setting.encode(protocol.closing(forced))
       self.feed(closing if len(closing) <= self.room() else ())
@@ -272,55 +273,43 @@ class Agent:
     self.check_end(token_ids, request)
     return self.decode(token_ids)
 
-  def search(
-    self,
-    text: str,
-    queries: tuple[str, ...],
-    digest: Callable | None = None,
-    calls: tuple[int, ...] = (),
+  def use(
+    self, text: str, calls: Calls, digest: Callable | None = None, sizes: tuple[int, ...] = ()
   ):
-    """Runs the queries of a turn; the observation's token ids, None where there is no room for one.
+    """Runs the calls of a turn; the observation's token ids, None where there is no room for one.
 
-    digest: see `take_turns`. calls: see `tags.Action`.
+    digest: see `take_turns`. sizes: see `tags.Action`.
     """
     setting, ending = self.setting, self.turn_ending()
     room = min(
-      self.room_to_observe(len(queries)) - len(ending), setting.limits.max_observation_tokens
+      self.room_to_observe(len(calls)) - len(ending), setting.limits.max_observation_tokens
     )
     if room < smallest_observation(setting.protocol.information([]), setting.encode):
-      self.turns.append(Turn("search", text))
+      self.turns.append(Turn("call", text))
       return None
-    results = yield from self.look_up(text, queries)
+    items = yield from self.run(text, calls)
     if digest:
-      information = yield from digest(self, queries, results)
+      information = yield from digest(self, calls, items)
     else:
-      information = setting.protocol.information(results, *([calls] if calls else []))
+      information = setting.protocol.information(items, *([sizes] if sizes else []))
     return ending + fit(information, room, setting.encode, setting.decode)
 
-  def look_up(self, text: str, queries: tuple[str, ...]):
-    """Runs the queries of a turn and records it; the passages of each query.
+  def run(self, text: str, calls: Calls):
+    """Runs the calls of a turn and records it; the items that each brought.
 
-    An empty query finds nothing; it is not sent to the retriever, which may return anything for it.
+    An empty argument brings nothing; no tool is asked, which may return anything for it.
     """
-    passages = {"": []}
-    asked = tuple(query for query in queries if query)
+    asked = tuple(call for call in calls if call[1])
+    results = dict.fromkeys(calls, Result())
     if asked:
-      found = yield Lookup(asked)
-      if isinstance(found, RetrieverError):
-        self.turns.append(Turn("search", text, tuple(Search(query, "error") for query in queries)))
-        raise Fault(f"the search for {asked[0]!r} failed: {found}")
-      passages.update(zip(asked, found, strict=True))
-    self.turns.append(
-      Turn(
-        "search",
-        text,
-        tuple(
-          Search(query, "hit" if passages[query] else "empty", tuple(p.id for p in passages[query]))
-          for query in queries
-        ),
-      )
-    )
-    return [passages[query] for query in queries]
+      found = yield Use(asked)
+      if isinstance(found, ToolError):
+        self.turns.append(Turn("call", text, tuple(Call(*call, "error") for call in calls)))
+        raise Fault(f"the {asked[0][0]} for {asked[0][1]!r} failed: {found}")
+      results.update(zip(asked, found, strict=True))
+    made = tuple(Call(*call, results[call].outcome, results[call].names) for call in calls)
+    self.turns.append(Turn("call", text, made))
+    return [results[call].items for call in calls]
 
   def correct(self, text: str) -> tuple[int, ...] | None:
     """The corrective observation's token ids, None where there is no room for it."""
@@ -340,14 +329,14 @@ class Agent:
   def room(self) -> int:
     return self.setting.limits.max_tokens - len(self.context)
 
-  def room_to_observe(self, new_searches: int = 0) -> int:
+  def room_to_observe(self, new_calls: int = 0) -> int:
     """Tokens an observation may take so that an answer, and a forced opening before it, still
     fits."""
-    forced = opening(self.setting, self.num_searches() + new_searches)
+    forced = opening(self.setting, self.num_calls() + new_calls)
     return self.room() - self.setting.limits.answer_tokens - len(forced)
 
-  def num_searches(self) -> int:
-    return sum(len(turn.searches) for turn in self.turns)
+  def num_calls(self) -> int:
+    return sum(len(turn.calls) for turn in self.turns)
 
   def feed(self, token_ids: tuple[int, ...], origin: Origin = "observation"):
     if token_ids:

@@ -4,51 +4,40 @@ from collections.abc import Callable
 import dataclasses
 
 from stratified.agents.tags import Information
+from stratified.config import setting, Settings
 
 Encode = Callable[[str], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class Limits(Settings):
   """What a rollout may use.
 
-  max_turns: turns that may search; one final generation without search follows. Invalid turns
-  count. max_turn_tokens: sampled tokens of one turn. max_observation_tokens: tokens of one
-  observation, its tags included. max_tokens: prompt, turns and observations together; wins over the
-  others. topk: passages per query. answer_tokens: an observation is shortened to leave at least
-  this much room after it. forced_searches: None lets the policy choose. n makes every rollout
-    search n times, then answer: each turn is begun for the policy by feeding the opening tag
+  max_turns: turns that may call a tool; one final generation that may only answer follows. Invalid
+  turns count. max_observation_tokens: tags included. max_tokens wins over the others: an
+  observation is shortened to leave room for answer_tokens after it. forced_searches: None lets the
+    policy choose. n makes every rollout call the protocol's first tool (search, in a task of
+    searching) n times, then answer: each turn is begun for the policy by feeding the opening tag
     (masked, in place of any reasoning) and, where the policy does not close it within the turn,
-    ended by feeding the closing tag. A search that max_tokens has no room for still ends the
-    rollout.
+    ended by feeding the closing tag. A call that max_tokens has no room for still ends the rollout.
 
   Raises ValueError where a value is out of its range.
   """
 
-  max_turns: int = 4
-  max_turn_tokens: int = 500
-  max_observation_tokens: int = 500
-  max_tokens: int = 4096
-  topk: int = 3
-  answer_tokens: int = 32
+  SECTION = "rollout"
+  max_turns: int = setting(4, "turns of a rollout that may call a tool", low=0)
+  max_turn_tokens: int = setting(500, "tokens sampled in one turn", low=1)
+  max_observation_tokens: int = setting(500, "tokens of one observation", low=1)
+  max_tokens: int = setting(4096, "tokens of prompt, turns and observations together", low=2)
+  answer_tokens: int = setting(32, "tokens kept free for the answer", low=1)
   forced_searches: int | None = None
 
   def __post_init__(self):
-    least = {
-      "max_turns": 0,
-      "max_turn_tokens": 1,
-      "max_observation_tokens": 1,
-      "max_tokens": 2,
-      "topk": 1,
-      "answer_tokens": 1,
-    }
-    for name, minimum in least.items():
-      if getattr(self, name) < minimum:
-        raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+    super().__post_init__()
     if self.answer_tokens >= self.max_tokens:
       raise ValueError(
-        f"answer_tokens is {self.answer_tokens}, which leaves nothing of max_tokens "
-        f"({self.max_tokens}) for the prompt; lower it or raise max_tokens"
+        f"rollout.answer_tokens={self.answer_tokens} leaves nothing of "
+        f"rollout.max_tokens={self.max_tokens} for the prompt; lower it or raise max_tokens"
       )
     if self.forced_searches is not None and not 0 <= self.forced_searches <= self.max_turns:
       raise ValueError(

@@ -1,21 +1,22 @@
-"""Runs the rollouts of a step: many generators, one sampler, one retriever.
+"""Runs the rollouts of a step: many generators, one sampler, a few tools.
 
-    questions -> K rollouts each -> submit -> poll -> (one batched search) -> submit -> ... ->
-    trajectories
+    questions -> K rollouts each -> submit -> poll -> (one batch of calls a tool) -> submit -> ...
+    -> trajectories
 
-Each round takes what the sampler has finished, lets those rollouts act, runs all their searches in
-one call of the retriever, and submits what they ask for next, in the order of their keys. What a
-rollout does depends on its own completions and passages alone, so with a sampler that draws by key
-the result does not depend on the clock.
+Each round takes what the sampler has finished, lets those rollouts act, runs all their calls of a
+tool in one batch, and submits what they ask for next, in the order of their keys. What a rollout
+does depends on its own completions and results alone, so with a sampler that draws by key the
+result does not depend on the clock.
 """
 
 from collections.abc import Callable, Sequence
 
 from stratified.agents import agent
 from stratified.agents.limits import Limits
-from stratified.agents.tags import SearchTags
-from stratified.retrieval.corpus import RetrieverError
+from stratified.agents.tags import Tags
 from stratified.sampling.interface import Request, Sampler
+from stratified.tools import base
+from stratified.tools.base import Tool, ToolError
 from stratified.types import Question, Segment, Trajectory
 
 Key = tuple[int, int, int]
@@ -25,9 +26,9 @@ def collect(
   questions: Sequence[Question],
   *,
   sampler: Sampler,
-  retriever,
+  tools: Sequence[Tool],
   tokenizer,
-  protocol: SearchTags,
+  protocol: Tags,
   limits: Limits,
   samples_per_question: int,
   step: int,
@@ -40,12 +41,13 @@ def collect(
 
   Args:
     questions: [Q].
-    sampler: see rollout/sampler.py; requests carry the key (step, index of the question, sample).
-    retriever: `search(queries, topk) -> list[list[Passage]]`, one list a query; called once a round
-      with the distinct queries of all waiting rollouts. A RetrieverError in place of a list loses
-      the rollouts that asked this query, a raised one all of that round.
+    sampler: see sampling/interface.py; requests carry the key (step, index of the question,
+      sample).
+    tools: see tools/base.py; each is run once a round, with the distinct arguments of all waiting
+      rollouts. A ToolError in place of a Result loses the rollouts that made this call, a raised
+      one all of that round.
     tokenizer: `encode(str) -> list[int]`, `decode(list[int]) -> str`, `eos_id`.
-    protocol: what is fed and how text is read, see rollout/tags.py.
+    protocol: what is fed and how text is read, see tags.py.
     limits: see Limits.
     samples_per_question: K, at least 1.
     step: names the random keys.
@@ -57,13 +59,14 @@ def collect(
     on_end: called with each trajectory as soon as it has ended.
 
   Returns:
-    [Q][K] trajectories in the order of `questions` and samples. One lost to the sampler, the
-    retriever or an over-long prompt has `fault` set.
+    [Q][K] trajectories in the order of `questions` and samples. One lost to the sampler, a
+    tool or an over-long prompt has `fault` set.
 
   Raises:
-    ValueError: limits too small for the protocol, or for the prompt of every question; sampled
-      tokens without their log-probs; indices that do not name each question once.
-    RuntimeError: the sampler broke its interface.
+    ValueError: limits too small for the protocol, or for the prompt of every question; a protocol
+      with a tool that is not there; sampled tokens without their log-probs; indices that do not
+      name each question once.
+    RuntimeError, TypeError: the sampler, or a tool, broke its interface.
   """
   if samples_per_question < 1:
     raise ValueError(f"samples_per_question is {samples_per_question}; it must be at least 1")
@@ -75,6 +78,12 @@ def collect(
     limits=limits,
     weight_version=step if weight_version is None else weight_version,
   )
+  by_name = {tool.name: tool for tool in tools}
+  if set(protocol.tools) - by_name.keys():
+    raise ValueError(
+      f"the protocol lets the policy call {', '.join(protocol.tools)}, but the tools are "
+      f"{', '.join(by_name) or 'none'}; give it the tools that it names"
+    )
   agent.check(setting)
   indices = list(range(len(questions)) if indices is None else indices)
   if len(set(indices)) != len(questions) or len(indices) != len(questions):
@@ -85,7 +94,7 @@ def collect(
     )
   ended = _Ended(on_end)
   rollouts = _start(zip(indices, questions), samples_per_question, step, setting, ended)
-  _drive(rollouts, ended, sampler, retriever, limits.topk, progress)
+  _drive(rollouts, ended, sampler, by_name, progress)
   return [[ended[step, q, k] for k in range(samples_per_question)] for q in indices]
 
 
@@ -145,14 +154,14 @@ def _start(numbered, samples, step, setting, ended) -> dict[Key, agent.Rollout]:
   return rollouts
 
 
-def _drive(rollouts, ended, sampler, retriever, topk, progress):
+def _drive(rollouts, ended, sampler, tools, progress):
   """Advances every rollout to its end; fills `ended`."""
   total = len(rollouts) + len(ended)
   # key of the generation -> that of its rollout; they differ for one beside the rollout
   waiting = {}
   sends = {key: None for key in rollouts}
   while sends:
-    requests = _advance(sends, rollouts, ended, retriever, topk)
+    requests = _advance(sends, rollouts, ended, tools)
     for key in sorted(requests):
       sampler.submit(requests[key])
       waiting[requests[key].key] = key
@@ -161,45 +170,42 @@ def _drive(rollouts, ended, sampler, retriever, topk, progress):
     sends = _poll(sampler, waiting) if waiting else {}
 
 
-def _advance(sends, rollouts, ended, retriever, topk) -> dict[Key, Request]:
-  """Sends each rollout its result and runs searches until all of them have ended or want the
+def _advance(sends, rollouts, ended, tools) -> dict[Key, Request]:
+  """Sends each rollout its result and runs tools until all of them have ended or want the
   sampler."""
   requests = {}
   while sends:
-    lookups = {}
+    uses = {}
     for key, value in sends.items():
       try:
         effect = rollouts[key].send(value)
       except StopIteration as stop:
         ended[key] = stop.value
         continue
-      (requests if isinstance(effect, Request) else lookups)[key] = effect
-    sends = _search(lookups, retriever, topk) if lookups else {}
+      (requests if isinstance(effect, Request) else uses)[key] = effect
+    sends = _run(uses, tools) if uses else {}
   return requests
 
 
-def _search(lookups, retriever, topk) -> dict:
-  """One retriever call for the distinct queries of all lookups; the results by key, or the error
+def _run(uses: dict[Key, agent.Use], tools: dict[str, Tool]) -> dict:
+  """Runs each tool once, with the distinct arguments of all calls; the results by key, or the error
   for each."""
-  queries = list(dict.fromkeys(query for lookup in lookups.values() for query in lookup.queries))
-  try:
-    results = retriever.search(queries, topk)
-    if len(results) != len(queries):
-      raise RetrieverError(
-        f"the retriever returned {len(results)} results for {len(queries)} queries"
+  calls = list(dict.fromkeys(call for use in uses.values() for call in use.calls))
+  found = {}
+  for name in dict.fromkeys(name for name, _ in calls):
+    if name not in tools:
+      raise ValueError(
+        f"the protocol calls {name!r}, but the tools are {', '.join(tools) or 'none'}; give it that"
       )
-  except RetrieverError as error:
-    return dict.fromkeys(lookups, error)
-  found = dict(zip(queries, results))
-  return {
-    key: _passages([found[query] for query in lookup.queries]) for key, lookup in lookups.items()
-  }
+    arguments = [argument for tool, argument in calls if tool == name]
+    results = base.results_of(tools[name], arguments)
+    found |= {(name, argument): result for argument, result in zip(arguments, results)}
+  return {key: _together([found[call] for call in use.calls]) for key, use in uses.items()}
 
 
-def _passages(results: list) -> list | RetrieverError:
-  """The results of one lookup; the first error among them, since a search that is half lost is
-  lost."""
-  return next((result for result in results if isinstance(result, RetrieverError)), results)
+def _together(results: list) -> list | ToolError:
+  """The results of a turn; the first error among them, since a turn that is half lost is lost."""
+  return next((result for result in results if isinstance(result, ToolError)), results)
 
 
 def _poll(sampler, waiting: dict[Key, Key]) -> dict:

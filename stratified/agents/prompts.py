@@ -40,3 +40,5 @@ Question: {question}
 SHORT = "Question: {question}\n"
 
 SHORT_CORRECTIVE = "<information>No search.</information>"
+
+SHORT_NO_CALL = "<information>No call.</information>"

@@ -1,32 +1,35 @@
-"""Search-R1's tag protocol (arXiv 2503.09516): what the policy reads, and what its text is taken
-for.
+"""The tag protocol of Search-R1 (arXiv 2503.09516): what the policy reads, and what its text is
+taken for.
 
-A turn of the policy ends with `</search>` or `</answer>`:
+A turn of the policy ends with the closing tag of a tool's name, or with `</answer>`:
 
     <think> ... </think> <search> a query </search>
     <information>Doc 1(Title: ...) ...</information>       fed back, masked
+    <calculator> 12 * 34 </calculator>
+    <information>408</information>
     <answer> a short answer </answer>
 
 This module knows text only; budgets and token ids are the agent's. Another protocol (native tool
-calls, say) offers the same attributes: `stops`, `corrective`, `prompt`, `parse`, `opening`,
-`closing`, `information`. It may also offer `rollout`, `parts` and `searches`, as agent.py says.
+calls, say) offers the same attributes: `tools`, `stops`, `corrective`, `prompt`, `parse`,
+`opening`, `closing`, `information`. It may also offer `rollout`, `parts` and `searches`, as
+agent.py says.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import re
 from typing import Literal
 
 from stratified.agents import prompts
 from stratified.retrieval.corpus import Passage
 
-Kind = Literal["search", "answer"]
+ANSWER = "answer"  # every other tag that is an action bears the name of a tool
 
 # The innermost pair: a tag opened twice counts from its last opening: `<search> a <search> b
 # </search>` asks for "b". Tags are matched literally; case and spacing inside the brackets are not
 # forgiven.
-_PAIR = r"<{kind}>((?:(?!<{kind}>).)*?)</{kind}>"
-_PAIRS = {kind: re.compile(_PAIR.format(kind=kind), re.DOTALL) for kind in ("search", "answer")}
+_PAIR = r"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
 
 # Every `<` that could open a tag or a chat template's control token (`</s>`, `<|im_end|>`), in any
 # alphabet.
@@ -35,15 +38,16 @@ _OPENS_A_TAG = re.compile(r"<(?![\s\d=<-]|$)")
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-  """What a turn asks for: queries to run, an answer, or neither of them ("invalid").
+  """What a turn asks for: calls of tools, an answer, or neither of them ("invalid").
 
-  calls: how many of the queries each of several calls asks; empty where a turn has one.
+  calls: (tool, argument) each. sizes: how many of them each of several responses answers; empty
+  where one response answers them all.
   """
 
-  kind: Literal["search", "answer", "invalid"]
-  queries: tuple[str, ...] = ()
+  kind: Literal["call", "answer", "invalid"]
+  calls: tuple[tuple[str, str], ...] = ()
   answer: str | None = None
-  calls: tuple[int, ...] = ()
+  sizes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,39 +69,54 @@ def neutralise(text: str) -> str:
   return _OPENS_A_TAG.sub("[", text)
 
 
-def parse(text: str, kinds: Sequence[Kind] = ("search", "answer")) -> Action:
+@functools.cache
+def _pair(tag: str) -> re.Pattern:
+  return re.compile(_PAIR.format(tag=tag), re.DOTALL)
+
+
+def parse(text: str, tags: Sequence[str] = ("search", ANSWER)) -> Action:
   """The first completed action of a turn's text; what follows it is ignored.
 
-  text: decoded policy text of one turn. kinds: consider these kinds of tag alone.
+  text: decoded policy text of one turn. tags: consider these tags alone.
   The action whose closing tag comes first wins, so `<answer> a <search> q </search>` is a search,
   and an answer never closed is none. A closing tag without its opening, or of the other kind, is
   invalid.
   """
   found = [
-    (match.end(), kind, match.group(1).strip())
-    for kind in kinds
-    if (match := _PAIRS[kind].search(text))
+    (match.end(), tag, match.group(1).strip()) for tag in tags if (match := _pair(tag).search(text))
   ]
   if not found:
     return Action("invalid")
-  _, kind, content = min(found)
-  return (
-    Action("search", queries=(content,)) if kind == "search" else Action("answer", answer=content)
-  )
+  _, tag, content = min(found)
+  if tag == ANSWER:
+    return Action("answer", answer=content)
+  return Action("call", ((tag, content),))
+
+
+def shown(items: Sequence[Sequence[Passage | str]], first: int = 1) -> list[str]:
+  """The items of a turn's results as text, tags neutralised; passages are numbered from `first`."""
+  texts = []
+  for item in (item for result in items for item in result):
+    if isinstance(item, str):
+      texts.append(neutralise(item))
+      continue
+    texts.append(f"Doc {first}(Title: {neutralise(item.title)}) {neutralise(item.text)}")
+    first += 1
+  return texts
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchTags:
+class Tags:
   """The tag protocol with its wording.
 
   template: the one user message; `{question}` stands for the question. Raises ValueError without
     it. Where it holds `{passages}` too, the rollout is one that searches first, and puts what it
     found there.
   render: turns that message into the text that is tokenised (a chat template); None feeds it as it
-  is. corrective: fed after a turn that neither searches nor answers. before, after: around an
-  observation; separator: between passages; nothing_found: in place of passages. actions: what a
-  turn of the policy may be; more_stops: strings beside their closing tags that end a turn. rollout,
-  searches: see agent.py; None is the search agent.
+  is. corrective: fed after a turn that neither calls a tool nor answers. before, after: around an
+  observation; separator: between results; nothing_found: in place of results. tools: names of those
+  that the policy may call; more_stops: strings beside the closing tags that end a turn. rollout,
+  searches: see agent.py; None is the agent that calls and answers.
   """
 
   template: str = prompts.SEARCH_R1
@@ -107,7 +126,7 @@ class SearchTags:
   after: str = "\n\n"
   separator: str = "\n"
   nothing_found: str = "No passages found."
-  actions: tuple[Kind, ...] = ("search", "answer")
+  tools: tuple[str, ...] = ("search",)
   more_stops: tuple[str, ...] = ()
   rollout: Callable | None = None
   searches: tuple[int, int | None] = (0, None)
@@ -121,7 +140,7 @@ class SearchTags:
 
   @property
   def stops(self) -> tuple[str, ...]:
-    return tuple(self.closing(kind) for kind in self.actions) + self.more_stops
+    return tuple(self.closing(tag) for tag in (*self.tools, ANSWER)) + self.more_stops
 
   def prompt(self, question: str) -> str:
     """The text that opens the rollout: the whole prompt, or what comes before the passages."""
@@ -138,26 +157,20 @@ class SearchTags:
     message = self.template.replace("{passages}", mark).replace("{question}", question)
     return tuple((self.render(message) if self.render else message).split(mark))
 
-  def parse(self, text: str, only: Kind | None = None) -> Action:
-    """What a turn's text asks for; `only` this kind of action where the turn was forced open."""
-    return parse(text, (only,) if only else self.actions)
+  def parse(self, text: str, only: str | None = None) -> Action:
+    """What a turn's text asks for; `only` this tool, or an answer, where it was forced open."""
+    return parse(text, (only,) if only else (*self.tools, ANSWER))
 
-  def opening(self, kind: Kind) -> str:
-    """The text that forces a turn to be a search or an answer."""
-    return f"<{kind}>"
+  def opening(self, tag: str) -> str:
+    """The text that forces a turn to call a tool, or to answer."""
+    return f"<{tag}>"
 
-  def closing(self, kind: Kind) -> str:
-    return f"</{kind}>"
+  def closing(self, tag: str) -> str:
+    return f"</{tag}>"
 
-  def information(self, results: Sequence[Sequence[Passage]]) -> Information:
-    """The observation for the passages of every query of the turn, numbered from 1, tags
-    neutralised."""
-    passages = [passage for result in results for passage in result]
-    pieces = [
-      ("" if i == 0 else self.separator)
-      + f"Doc {i + 1}(Title: {neutralise(passage.title)}) {neutralise(passage.text)}"
-      for i, passage in enumerate(passages)
-    ]
+  def information(self, items: Sequence[Sequence[Passage | str]]) -> Information:
+    """The observation for the items of every call of the turn, passages numbered from 1."""
+    pieces = [("" if i == 0 else self.separator) + text for i, text in enumerate(shown(items))]
     return Information(
       self.before + "<information>",
       tuple(pieces or [self.nothing_found]),
@@ -165,23 +178,33 @@ class SearchTags:
     )
 
 
-def search_r1(render: Callable[[str], str] | None = None) -> SearchTags:
-  """The long instruction for real models, as one user message."""
-  return SearchTags(render=render)
+def search_r1(
+  render: Callable[[str], str] | None = None, tools: Sequence[str] = ("search",)
+) -> Tags:
+  """The long instruction for real models, as one user message; it speaks of search alone."""
+  return Tags(render=render, tools=tuple(tools))
 
 
-def few_shot(render: Callable[[str], str] | None = None) -> SearchTags:
+def few_shot(
+  render: Callable[[str], str] | None = None, tools: Sequence[str] = ("search",)
+) -> Tags:
   """A short instruction and two worked examples, for a small real model that has not learnt the
   format.
 
   Best without a chat template: SmolLM2-135M-Instruct continues the examples, but inside its
   template it answers in plain words.
   """
-  return SearchTags(template=prompts.FEW_SHOT, render=render, before="\n", after="\n")
+  return Tags(template=prompts.FEW_SHOT, render=render, tools=tuple(tools), before="\n", after="\n")
 
 
-def short(render: Callable[[str], str] | None = None) -> SearchTags:
+def short(render: Callable[[str], str] | None = None, tools: Sequence[str] = ("search",)) -> Tags:
   """As few tokens as the format allows, for the tiny policy."""
-  return SearchTags(
-    template=prompts.SHORT, render=render, corrective=prompts.SHORT_CORRECTIVE, before="", after=""
+  searching = "search" in tools
+  return Tags(
+    template=prompts.SHORT,
+    render=render,
+    corrective=prompts.SHORT_CORRECTIVE if searching else prompts.SHORT_NO_CALL,
+    tools=tuple(tools),
+    before="",
+    after="",
   )

@@ -1,5 +1,5 @@
-"""Native tool calls: the model's chat template with a tool schema, queries as JSON, results as the
-tool's response.
+"""Native tool calls: the model's chat template with the tools' schemas, arguments as JSON, results
+as a tool's response.
 
     <tool_call>                                           written by the policy, one or several
     {"name": "search", "arguments": {"query_list": ["a query", "another"]}}
@@ -27,8 +27,10 @@ from typing import Any
 
 from stratified.agents import tags
 from stratified.agents.chat import ChatTemplate
-from stratified.agents.tags import Action, Information, Kind, neutralise
+from stratified.agents.tags import Action, ANSWER, Information, neutralise, shown
 from stratified.retrieval.corpus import Passage
+from stratified.tools.base import Tool
+from stratified.tools.search import Search
 
 PROMPT = """\
 Answer the question at the end. Reason first. If you lack a fact, call the search tool; queries that do not depend on \
@@ -37,29 +39,21 @@ between <answer> and </answer>: only the short answer itself, no explanation, as
 Question: {question}
 """
 
+PROMPT_OF_TOOLS = """\
+Answer the question at the end. Reason first. Call a tool for whatever you can't be sure of by yourself: {tools}. As \
+soon as you know enough, write the answer between <answer> and </answer>: only the short answer itself, no \
+explanation, as in <answer> Lisbon </answer>.
+Question: {question}
+"""
+
 CORRECTIVE = """\
 That held neither a call of the search tool that can be read nor an answer. A call is one JSON object between \
 <tool_call> and </tool_call>: {"name": "search", "arguments": {"query_list": ["..."]}}. An answer stands between \
 <answer> and </answer>. Try again."""
 
-SEARCH = {
-  "type": "function",
-  "function": {
-    "name": "search",
-    "description": "Searches an encyclopedia and returns the passages that fit each query best.",
-    "parameters": {
-      "type": "object",
-      "properties": {
-        "query_list": {
-          "type": "array",
-          "items": {"type": "string"},
-          "description": "Queries in plain words, each searched on its own.",
-        }
-      },
-      "required": ["query_list"],
-    },
-  },
-}
+CORRECTIVE_OF_TOOLS = """\
+That held neither a call of a tool that can be read nor an answer. A call is one JSON object between <tool_call> and \
+</tool_call>, such as {call}. An answer stands between <answer> and </answer>. Try again."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _MARKS = tuple(chr(0xE000 + i) * 3 for i in range(4))  # private characters, which no template knows
@@ -80,19 +74,21 @@ class ToolCalls:
   """The tool-call protocol of one model.
 
   chat: its template, see chat.load. turn_end: the text of the token that ends a turn, the
-  tokenizer's end of text. template: the user message, `{question}` stands for the question.
-  corrective_text: said after a turn that neither calls nor answers. max_queries: in one turn; more
-  make it invalid, as does any call that can't be read. Raises ValueError where the template cannot
-  carry a tool's results, or ends turns with another token.
+  tokenizer's end of text. available: the tools, of which name, description, schema and aliases are
+  read. template: the user message, `{question}` stands for the question. corrective_text: said
+  after a turn that neither calls nor answers. max_calls: in one turn; more make it invalid, as does
+  any call that can't be read. Raises ValueError where the template cannot carry a tool's results,
+  or ends turns with another token.
   """
 
   chat: ChatTemplate
   turn_end: str
+  available: tuple[Tool | type[Tool], ...] = (Search,)
   template: str = PROMPT
   corrective_text: str = CORRECTIVE
   separator: str = "\n"
   nothing_found: str = "No passages found."
-  max_queries: int = 8
+  max_calls: int = 8
 
   stops = ("</answer>",)  # a turn with calls ends with the end-of-text token: there may be several
   ends_turns = True  # the agent feeds that token where a turn was cut before it
@@ -104,58 +100,68 @@ class ToolCalls:
       )
     _ = self._frame
 
+  @property
+  def tools(self) -> tuple[str, ...]:
+    return tuple(tool.name for tool in self.available)
+
+  @functools.cached_property
+  def _schemas(self) -> list[dict[str, Any]]:
+    return [described(tool) for tool in self.available]
+
   def prompt(self, question: str) -> str:
     """The opening of the rollout; a question that spells a control token can't open or end a
     message."""
     message = self.template.replace("{question}", neutralise(question))
-    return self.chat.render([{"role": "user", "content": message}], tools=[SEARCH])
+    return self.chat.render([{"role": "user", "content": message}], tools=self._schemas)
 
-  def parse(self, text: str, only: Kind | None = None) -> Action:
+  def parse(self, text: str, only: str | None = None) -> Action:
     """The calls of a turn, or its answer, whichever is completed first; a call that can't be read
     makes it invalid."""
-    answer = tags.parse(text, ("answer",)) if only != "search" else Action("invalid")
-    call = _CALL.search(text) if only != "answer" else None
+    answer = tags.parse(text, (ANSWER,)) if only in (None, ANSWER) else Action("invalid")
+    call = _CALL.search(text) if only != ANSWER else None
     if answer.kind == "answer" and (call is None or text.index("</answer>") < call.start()):
       return answer
     return self._calls(text) if call else Action("invalid")
 
   def _calls(self, text: str) -> Action:
-    found = [read_call(match.group(1)) for match in _CALL.finditer(text)]
+    found = [read_call(match.group(1), self.available) for match in _CALL.finditer(text)]
     left_open = "<tool_call>" in _CALL.sub("", text)
-    if left_open or None in found or not 1 <= sum(map(len, found)) <= self.max_queries:
+    if left_open or None in found or not 1 <= sum(map(len, found)) <= self.max_calls:
       return Action("invalid")
-    return Action("search", queries=sum(found, ()), calls=tuple(map(len, found)))
+    return Action("call", sum(found, ()), sizes=tuple(map(len, found)))
 
-  def opening(self, kind: Kind) -> str:
-    """The text that forces a turn to be a search of one query, or an answer."""
-    return (
-      "<answer>"
-      if kind == "answer"
-      else '<tool_call>\n{"name": "search", "arguments": {"query_list": ["'
-    )
+  def opening(self, tag: str) -> str:
+    """The text that forces a turn to be one call of a tool, or an answer."""
+    if tag == ANSWER:
+      return "<answer>"
+    key, is_list = _property(self._tool(tag))
+    start = '["' if is_list else '"'
+    return f'<tool_call>\n{{"name": "{tag}", "arguments": {{"{key}": {start}'
 
-  def closing(self, kind: Kind) -> str:
-    return "</answer>" if kind == "answer" else '"]}}\n</tool_call>'
+  def closing(self, tag: str) -> str:
+    if tag == ANSWER:
+      return "</answer>"
+    return ('"]' if _property(self._tool(tag))[1] else '"') + "}}\n</tool_call>"
+
+  def _tool(self, name: str) -> Tool:
+    return next(tool for tool in self.available if tool.name == name)
 
   @property
   def corrective(self) -> str:
     return self._frame.correction
 
   def information(
-    self, results: Sequence[Sequence[Passage]], calls: Sequence[int] = ()
+    self, items: Sequence[Sequence[Passage | str]], sizes: Sequence[int] = ()
   ) -> Information:
     """The responses to a turn's calls.
 
-    results: the passages of each query. calls: how many of the queries belong to each call, which
-    gets a response of its own; by default they are one call's. Passages are numbered through the
-    turn, their tags neutralised.
+    items: what each call brought. sizes: how many of the calls share each response; by default all
+    share one. Passages are numbered through the turn, tags neutralised.
     """
-    frame, rest, pieces, number = self._frame, list(results), [], 0
-    for size in calls or (len(rest),):
-      texts = []
-      for passage in (passage for result in rest[:size] for passage in result):
-        number += 1
-        texts.append(f"Doc {number}(Title: {neutralise(passage.title)}) {neutralise(passage.text)}")
+    frame, rest, pieces, first = self._frame, list(items), [], 1
+    for size in sizes or (len(rest),):
+      texts = shown(rest[:size], first)
+      first += sum(isinstance(item, Passage) for result in rest[:size] for item in result)
       texts = [
         self.separator * (i > 0) + text for i, text in enumerate(texts or [self.nothing_found])
       ]
@@ -167,10 +173,11 @@ class ToolCalls:
   def _frame(self) -> _Frame:
     asked, said, first, second = _MARKS
     opened = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    tool = [{"role": "tool", "name": "search", "content": mark} for mark in (first, second)]
-    answered = self.chat.render([*opened, *tool], tools=[SEARCH])
+    name = self.tools[0]
+    tool = [{"role": "tool", "name": name, "content": mark} for mark in (first, second)]
+    answered = self.chat.render([*opened, *tool], tools=self._schemas)
     corrected = self.chat.render(
-      [*opened, {"role": "user", "content": self.corrective_text}], tools=[SEARCH]
+      [*opened, {"role": "user", "content": self.corrective_text}], tools=self._schemas
     )
     pieces = re.split("|".join(_MARKS[1:]), answered)
     if (
@@ -196,36 +203,68 @@ class ToolCalls:
     )
 
 
-def read_call(text: str) -> tuple[str, ...] | None:
-  """The queries of one call's JSON, None where it is not a call of the search tool.
+def described(tool: Tool | type[Tool]) -> dict[str, Any]:
+  """The tool as chat templates and servers want it."""
+  fields = {"name": tool.name, "description": tool.description, "parameters": dict(tool.schema)}
+  return {"type": "function", "function": fields}
 
-  `query_list` is a list of strings, or one string; `query` in its place is taken too.
+
+def read_call(text: str, tools: Sequence[Tool | type[Tool]]) -> tuple[tuple[str, str], ...] | None:
+  """(tool, argument) of each call in one call's JSON, None where it is none of these tools'.
+
+  A tool whose schema has one property takes a string, or a list of strings, each a call of its own;
+  its aliases may stand in the property's place. Of another tool the argument is the JSON object.
   """
   try:
     call = json.loads(text)
   except (ValueError, RecursionError):
     return None
-  if not isinstance(call, dict) or call.get("name") != "search":
+  if not isinstance(call, dict):
     return None
-  queries = _queries(call.get("arguments"))
-  if (
-    not isinstance(queries, list)
-    or not queries
-    or not all(isinstance(query, str) for query in queries)
-  ):
+  tool = next((tool for tool in tools if tool.name == call.get("name")), None)
+  arguments = call.get("arguments")
+  if tool is None or not isinstance(arguments, dict):
+    return None
+  if len(tool.schema["properties"]) > 1:
+    if not arguments.keys() >= set(tool.schema.get("required", ())):
+      return None
+    values = [json.dumps(arguments)]
+  else:
+    values = _values(tool, arguments)
+  if values is None:
     return None
   # JSON can spell half of a surrogate pair, which no UTF-8 can: it would break the retriever's
   # request.
-  return tuple(query.encode("utf-8", "replace").decode().strip() for query in queries)
+  return tuple((tool.name, value.encode("utf-8", "replace").decode().strip()) for value in values)
 
 
-def _queries(arguments: Any):
-  if not isinstance(arguments, dict):
-    return None
-  queries = arguments.get("query_list", arguments.get("query"))
-  return [queries] if isinstance(queries, str) else queries
+def _values(tool: Tool, arguments: dict[str, Any]) -> list[str] | None:
+  names = (_property(tool)[0], *getattr(tool, "aliases", ()))
+  value = next((arguments[name] for name in names if name in arguments), None)
+  value = [value] if isinstance(value, str) else value
+  usable = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+  return value if usable else None
 
 
-def tool_calls(chat: ChatTemplate, tokenizer) -> ToolCalls:
+def _property(tool: Tool) -> tuple[str, bool]:
+  """The name of the tool's first property, and whether it holds a list."""
+  name, schema = next(iter(tool.schema["properties"].items()))
+  return name, schema.get("type") == "array"
+
+
+def tool_calls(
+  chat: ChatTemplate, tokenizer, tools: Sequence[Tool | type[Tool]] = (Search,)
+) -> ToolCalls:
   """The protocol for a model with this template and tokenizer (`decode`, `eos_id`)."""
-  return ToolCalls(chat, tokenizer.decode([tokenizer.eos_id]))
+  turn_end = tokenizer.decode([tokenizer.eos_id])
+  if [tool.name for tool in tools] == ["search"]:
+    return ToolCalls(chat, turn_end, tuple(tools))
+  told = "; ".join(f"{tool.name} ({tool.description.rstrip('.')})" for tool in tools)
+  example = json.dumps({"name": tools[0].name, "arguments": {_property(tools[0])[0]: "..."}})
+  return ToolCalls(
+    chat,
+    turn_end,
+    tuple(tools),
+    template=PROMPT_OF_TOOLS.replace("{tools}", told),
+    corrective_text=CORRECTIVE_OF_TOOLS.replace("{call}", example),
+  )

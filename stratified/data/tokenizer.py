@@ -1,10 +1,8 @@
-"""A tokenizer in three calls: encode, decode, the end-of-text id; from a file, or built for the
-encyclopedia.
+"""A tokenizer in three calls: encode, decode, the end-of-text id; from a file, or from a list of
+pieces.
 
-The built one needs no download and no training: its vocabulary is written down. A word of the
-templates is one token with the space before it, a word of a name is two (one a syllable), a tag of
-the search protocol is one. All 256 bytes are tokens too, so any text is encoded, and decodes to
-itself.
+The latter needs no download and no training. All 256 bytes are tokens too, so any text is encoded,
+and decodes to itself.
 """
 
 from collections.abc import Sequence
@@ -16,31 +14,7 @@ import re
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from stratified.data import common_knowledge, language
-
 END_OF_TEXT = "<|endoftext|>"
-TAGS = (
-  "<think>",
-  "</think>",
-  "<search>",
-  "</search>",
-  "<information>",
-  "</information>",
-  "<answer>",
-  "</answer>",
-)
-
-# Strings of the prompt and the observations that are one token each, as they stand there.
-_FIXED = (
-  "Question:",
-  *(f"Doc {i}(Title:" for i in range(1, 6)),
-  "No passages found.",
-  "No search.",
-)
-
-# Cuts the text where no token may cross: tags and fixed strings first, then words with the space
-# before them.
-_CUTS = "|".join([r"</?[a-z]+>", *map(re.escape, _FIXED), r" ?[A-Za-z]+", r"\s", r"[^\sA-Za-z]"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,21 +79,32 @@ def _end_of_text_candidates(path: str) -> tuple[str, ...]:
   return ("<|im_end|>", END_OF_TEXT, "<|eot_id|>", "</s>")
 
 
-def build() -> Tokenizer:
-  """The encyclopedia's tokenizer; the same on every machine."""
+def from_pieces(
+  pieces: Sequence[str], fixed: Sequence[str] = (), patterns: Sequence[str] = ()
+) -> Tokenizer:
+  """A tokenizer whose vocabulary is END_OF_TEXT, the pieces in their order, and the bytes.
+
+  pieces: no token crosses the border of a tag, a word with the space before it, a white space or
+    another character, so that a piece lies within one of these. fixed: strings, pieces among them,
+    that are cut out first and may hold anything. patterns: regular expressions of what is cut out
+    after them.
+  """
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-  pieces = [_byte_level(piece) for piece in _pieces()]
+  spelled = [_byte_level(piece) for piece in pieces]
   # Unigram takes the segmentation of the highest total score: few pieces, and bytes where none
   # fits.
   vocabulary = [
     (END_OF_TEXT, 0.0),
-    *((piece, -1.0) for piece in pieces),
-    *((byte, -10.0) for byte in alphabet if byte not in pieces),
+    *((piece, -1.0) for piece in spelled),
+    *((byte, -10.0) for byte in alphabet if byte not in spelled),
   ]
+  cuts = "|".join(
+    [r"</?[a-z]+>", *map(re.escape, fixed), *patterns, r" ?[A-Za-z]+", r"\s", r"[^\sA-Za-z]"]
+  )
   backend = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=None, byte_fallback=False))
   backend.pre_tokenizer = pre_tokenizers.Sequence(
     [
-      pre_tokenizers.Split(tokenizers.Regex(_CUTS), "isolated"),
+      pre_tokenizers.Split(tokenizers.Regex(cuts), "isolated"),
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
   )
@@ -129,29 +114,6 @@ def build() -> Tokenizer:
   # setting.)
   backend.encode_special_tokens = True
   return Tokenizer(backend, backend.token_to_id(END_OF_TEXT))
-
-
-def words() -> list[str]:
-  """Every word of the templates and of common knowledge, in alphabetical order; names aside."""
-  texts = [
-    *common_knowledge.PARAPHRASES,
-    *common_knowledge.ATTRIBUTES,
-    *language.QUESTION_FRAMES,
-    "Who What",
-  ]
-  for relation in language.RELATIONS.values():
-    texts += [*relation.nouns, *relation.sentences, relation.direct]
-  texts += [text for page in language.DISTRACTORS for text in page]
-  texts += [word for pronouns in language.PRONOUNS.values() for word in pronouns]
-  texts += [word for fact in common_knowledge.FACTS for word in (fact.subject, fact.value)]
-  return sorted(
-    {word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{\w\}", " ", text))}
-  )
-
-
-def _pieces() -> list[str]:
-  spaced = [" " + word for word in (*words(), *language.FIRST_SYLLABLES)]
-  return list(dict.fromkeys([*TAGS, *_FIXED, *spaced, *language.SECOND_SYLLABLES]))
 
 
 def _byte_level(text: str) -> str:

@@ -2,13 +2,14 @@
 with.
 
     settings.json    what the scores depend on; another evaluation never goes on in this folder
-    SET.jsonl        a rollout a line: question, answer, scores, queries
+    SET.jsonl        a rollout a line: question, answer, scores, calls
 
 A run that was killed leaves whole lines and at most one torn one, which is cut off; rollouts lost
 to a fault are tried again.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import json
 import os
 import pathlib
@@ -37,7 +38,7 @@ _NEEDED = {
 
 def record(trajectory: Trajectory) -> Row:
   """One rollout as a line: `evaluate.score` with the question, the answer, the policy's turns and
-  its queries."""
+  its calls."""
   question = trajectory.question
   return {
     "id": question.id,
@@ -51,10 +52,7 @@ def record(trajectory: Trajectory) -> Row:
       {
         "action": turn.action,
         "text": turn.text,
-        "searches": [
-          {"query": search.query, "passage_ids": list(search.passage_ids)}
-          for search in turn.searches
-        ],
+        "calls": [dataclasses.asdict(call) for call in turn.calls],
       }
       for turn in trajectory.turns
     ],

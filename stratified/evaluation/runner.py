@@ -9,17 +9,15 @@ from typing import Any
 from stratified import files
 from stratified.agents import loop
 from stratified.config import Rule, unaffected
-from stratified.data import readers
 from stratified.evaluation import answers, intervals, tables
 from stratified.evaluation import score as scoring
 from stratified.progress import Progress
-from stratified.tasks import worlds
+from stratified.tasks.base import Sets, Task
+from stratified.tasks.search_qa import path_of
 from stratified.types import Question
 
 FIRST_STEP = 2**30  # names the random keys of evaluation; training never gets so far
 CHUNK = 256  # questions in flight; more would only delay the progress line
-
-Sets = dict[str, tuple[list[Question], Any]]  # name -> (questions, retriever)
 
 
 class Stopped(Exception):
@@ -34,10 +32,8 @@ def for_evaluation(config):
   return config
 
 
-def question_sets(
-  config, world: worlds.World, names: Sequence[str] | None, count: int | None
-) -> Sets:
-  """What is asked: {name: (questions, retriever)}.
+def question_sets(config, world: Task, names: Sequence[str] | None, count: int | None) -> Sets:
+  """What is asked: {name: (questions, tools)}.
 
   names: None takes the world's held-out sets; ["all"] every question set of the files (the papers'
     order). count: questions of each, always the first of one fixed order, so that more is a
@@ -45,22 +41,14 @@ def question_sets(
 
   Raises ValueError for a name that is not there.
   """
-  if count is None and config.data.name == "encyclopedia":
+  if count is None and world.endless:
     raise ValueError(
-      "--questions=-1 is all questions, but the encyclopedia's are made without end; give a number"
+      "--questions=-1 is all questions, but this task's are made without end; give a number"
     )
   if not names:
     return world.held_out(2**31 if count is None else count)
-  if config.data.name == "files":
-    by_source = {}
-    for question in worlds.evaluation_questions(config):
-      by_source.setdefault(question.source, []).append(question)
-    available = {
-      name: (_first(by_source[name], count), world.retriever)
-      for name in tables.ordered(list(by_source))
-    }
-  else:
-    available = world.held_out(count)
+  available = world.sets(count) if world.sets else world.held_out(count)
+  available = {name: available[name] for name in tables.ordered(list(available))}
   wanted = list(available) if list(names) == ["all"] else tables.ordered(names)
   missing = [name for name in wanted if name not in available]
   if missing:
@@ -70,12 +58,6 @@ def question_sets(
       "--config.data.evaluation=DIR"
     )
   return {name: available[name] for name in wanted}
-
-
-def _first(questions: list[Question], count: int | None) -> list[Question]:
-  """The first `count` of an order that does not change with the count."""
-  size = len(questions) if count is None else min(count, len(questions))
-  return readers.questions_at(questions, seed=0, step=0, count=size)
 
 
 def settings(
@@ -99,7 +81,7 @@ def settings(
       sorted(pathlib.Path(config.policy.checkpoint).glob("*.safetensors"))
     )
   if config.data.name == "files" and config.retriever.name != "http":
-    kept["corpus"] = fingerprint([worlds.path_of(config.data.corpus)])
+    kept["corpus"] = fingerprint([path_of(config.data.corpus)])
   return kept
 
 
@@ -122,8 +104,8 @@ def run(
   name: str,
   questions: list[Question],
   *,
-  world: worlds.World,
-  retriever,
+  world: Task,
+  tools,
   sampler,
   limits,
   samples: int,
@@ -165,7 +147,7 @@ def run(
         [questions[i] for i in part],
         indices=part,
         sampler=sampler,
-        retriever=retriever,
+        tools=tools,
         tokenizer=world.tokenizer,
         protocol=world.protocol,
         limits=limits,

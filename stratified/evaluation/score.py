@@ -1,5 +1,6 @@
 """Scores of finished rollouts: by set, and by hops where they are known."""
 
+import collections
 from collections.abc import Mapping, Sequence
 import math
 from typing import Any
@@ -11,11 +12,11 @@ from stratified.types import Trajectory
 Row = dict[str, Any]
 
 
-def score(trajectory: Trajectory) -> Row:
-  """The numbers of one rollout: exact_match, f1 (None for a lost one), searches, invalid, tokens,
-  hops, fault.
+def score(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
+  """The numbers of one rollout: exact_match, f1 (None for a lost one), searches, calls by tool,
+  invalid, tokens, hops, fault.
 
-  `tokens` counts all that was sampled for it, also beside the rollout (`side_tokens`).
+  `calls` counts those of `tools`, called or not, and of whatever else was called; `tokens` counts all that was sampled for it, also beside the rollout (`side_tokens`).
   """
   question, lost = trajectory.question, trajectory.fault is not None
   return {
@@ -24,6 +25,7 @@ def score(trajectory: Trajectory) -> Row:
     else rewards.exact_match(trajectory.answer, question.golden_answers),
     "f1": None if lost else rewards.f1(trajectory.answer, question.golden_answers),
     "searches": trajectory.num_searches,
+    "calls": dict.fromkeys(tools, 0) | collections.Counter(call.tool for call in trajectory.calls),
     "invalid": trajectory.num_invalid,
     "tokens": trajectory.num_policy_tokens + trajectory.side_tokens,
     "side_tokens": trajectory.side_tokens,
@@ -32,10 +34,10 @@ def score(trajectory: Trajectory) -> Row:
   }
 
 
-def summary(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
+def summary(groups: Sequence[Sequence[Trajectory]], tools: Sequence[str] = ()) -> dict[str, Any]:
   """Mean exact match, F1 and searches of the rollouts that were not lost, with the same by hops:
   see `summarise`."""
-  return summarise([[score(trajectory) for trajectory in group] for group in groups])
+  return summarise([[score(trajectory, tools) for trajectory in group] for group in groups])
 
 
 def summarise(
@@ -44,7 +46,7 @@ def summarise(
   """The same of rows that `score` made, [Q][K].
 
   Returns {"count", "failed", "exact_match", "exact_match_error", "f1", "searches_mean",
-  "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the error is the standard error of the
+  "calls_mean": {other tool: mean}, "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the error is the standard error of the
   mean over questions. Means of nothing are None. With several rollouts a question also
   "exact_match_any", the share of questions that at least one of them answered; with `intervals`
   also "exact_match_interval" and "f1_interval", the 95 % bootstrap intervals over questions.
@@ -69,6 +71,7 @@ def by_question(groups: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list
 def _means(groups, intervals: bool) -> dict[str, Any]:
   done = [row for group in groups for row in group if row["fault"] is None]
   mean = lambda key: sum(row[key] for row in done) / len(done) if done else None
+  tools = sorted({tool for row in done for tool in row.get("calls", {})} - {"search"})
   exact = by_question(groups, "exact_match")
   result = {
     "count": len(done),
@@ -80,6 +83,10 @@ def _means(groups, intervals: bool) -> dict[str, Any]:
     "invalid_actions": mean("invalid"),
     "tokens_mean": mean("tokens"),
   }
+  if tools:
+    result["calls_mean"] = {
+      tool: sum(row["calls"].get(tool, 0) for row in done) / len(done) for tool in tools
+    }
   if done and max(len(group) for group in groups) > 1:
     result["exact_match_any"] = sum(value > 0 for value in exact) / len(exact)
   if done and intervals:
@@ -104,9 +111,13 @@ def metrics_row(scores: dict[str, dict[str, Any]], main: str = "held_out") -> di
     "eval/exact_match": scores[main]["exact_match"],
     "eval/searches_mean": scores[main]["searches_mean"],
   }
+  for tool, mean in scores[main].get("calls_mean", {}).items():
+    row[f"eval/calls_mean_{tool}"] = mean
   for hops, part in scores[main].get("by_hops", {}).items():
     row[f"eval/exact_match_hops_{hops}"] = part["exact_match"]
     row[f"eval/searches_hops_{hops}"] = part["searches_mean"]
+    for tool, mean in part.get("calls_mean", {}).items():
+      row[f"eval/calls_mean_{tool}_hops_{hops}"] = mean
   return row | {
     f"eval/{name}/exact_match": score["exact_match"]
     for name, score in scores.items()
@@ -119,16 +130,20 @@ class AllLost(RuntimeError):
 
 
 def rollout_row(
-  groups: Sequence[Sequence[Trajectory]], reward: Sequence[Sequence[float]], step: int = 0
+  groups: Sequence[Sequence[Trajectory]],
+  scores: Sequence[Sequence[rewards.Score | None]],
+  step: int = 0,
+  tools: Sequence[str] = (),
 ) -> dict[str, float]:
   """What the rollouts of training step `step` say of themselves; means over those not lost,
-  `rollout/failed` a count.
+  `rollout/failed` a count. Of `tools`, all but search have `rollout/calls_mean_TOOL`, and each part
+  of the reward has `reward/PART`.
 
   Raises AllLost where every rollout was lost: there is nothing to learn from, and a step would hide
   it.
   """
-  pairs = [(t, r) for group, row in zip(groups, reward) for t, r in zip(group, row)]
-  done = [(t, r) for t, r in pairs if t.fault is None]
+  pairs = [(t, s) for group, row in zip(groups, scores) for t, s in zip(group, row)]
+  done = [(t, s) for t, s in pairs if t.fault is None]
   if not done:
     raise AllLost(
       f"all {len(pairs)} rollouts of the step were lost, the first because {pairs[0][0].fault}; "
@@ -136,11 +151,17 @@ def rollout_row(
     )
   mean = lambda values: sum(values) / len(done)
   return {
-    "reward/mean": mean([r for _, r in done]),
+    **rewards.parts_row([s for _, s in done]),
+    "reward/mean": mean([s.total for _, s in done]),
     "reward/exact_match": mean(
       [rewards.exact_match(t.answer, t.question.golden_answers) for t, _ in done]
     ),
     "rollout/searches_mean": mean([t.num_searches for t, _ in done]),
+    **{
+      f"rollout/calls_mean_{tool}": mean([t.num_calls(tool) for t, _ in done])
+      for tool in tools
+      if tool != "search"
+    },
     "rollout/invalid_actions": mean([t.num_invalid for t, _ in done]),
     "rollout/policy_tokens": sum(t.num_policy_tokens for t, _ in pairs),
     "rollout/failed": len(pairs) - len(done),

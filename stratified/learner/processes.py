@@ -23,7 +23,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from stratified.types import Question, Search, Segment, Trajectory, Turn
+from stratified.types import Call, Question, Segment, Trajectory, Turn
 
 START_S = 240  # how long a process waits for the first one
 HEARTBEAT_S = 20  # a process that says nothing for so long is taken for dead
@@ -116,9 +116,7 @@ def decoded(data: bytes) -> list[list[Trajectory]]:
 def _trajectory(fields) -> Trajectory:
   tuples = lambda value: tuple(value) if isinstance(value, list) else value
   make = lambda kind, plain: kind(**{name: tuples(value) for name, value in plain.items()})
-  turn = lambda plain: make(
-    Turn, plain | {"searches": [make(Search, search) for search in plain["searches"]]}
-  )
+  turn = lambda plain: make(Turn, plain | {"calls": [make(Call, call) for call in plain["calls"]]})
   return make(
     Trajectory,
     fields

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stratified.learner import batching, state as states
+from stratified.learner import batching
+from stratified.learner import state as states
 from stratified.planning import costs, hlo
 from stratified.policy import decoder
 from stratified.runs import build, samplers

@@ -15,19 +15,19 @@ import jax
 
 from stratified import algorithms, files, sharding, strata
 from stratified import config as configs
+from stratified.agents import agent
 from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm, Stage
 from stratified.algorithms.supervised import Supervised
-from stratified.agents import agent
 from stratified.config import read
-from stratified.data import tokenizer as tokenizers
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
 from stratified.policy import attention, decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.retrieval import retrievers
 from stratified.runs import samplers, settings
-from stratified.tasks import worlds
+from stratified.tasks import base, named, search_qa
+from stratified.tools.search import Search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,8 @@ class StageParts:
 class Run:
   """The parts of a run.
 
-  stages: in their order, the warm start first where there is one. world: None where the run was
-  built without one.
+  stages: in their order, the warm start first where there is one. task: None where the run was
+  built without one. reward: what a rollout is worth, see rewards.Reward.
   """
 
   config: Any
@@ -54,7 +54,8 @@ class Run:
   partition: strata.Partition
   algorithm: Algorithm
   stages: tuple[StageParts, ...]
-  world: worlds.World | None
+  task: base.Task | None = None
+  reward: Any = None
 
   @property
   def last(self) -> StageParts:
@@ -67,12 +68,12 @@ class Run:
     return json.loads(self.config.to_json())
 
 
-def build(config, *, world: bool = True) -> Run:
+def build(config, *, task: bool = True) -> Run:
   """Validates a config and makes its parts.
 
   Args:
     config: a ConfigDict with the fields of `settings.default_config()`.
-    world: whether to read the data and to open the retriever as well.
+    task: whether to read the data and to open the tools as well.
 
   Raises:
     ValueError, OSError: one sentence naming field, value, rule and way out; what is missing here is
@@ -84,7 +85,15 @@ def build(config, *, world: bool = True) -> Run:
   check_warm_start(config)
   check_devices(config)
   run = assemble(config, mesh_of(config), model_config(config))
-  return dataclasses.replace(run, world=open_world(config)) if world else run
+  if not task:
+    return run
+  opened = open_task(config)
+  return dataclasses.replace(
+    run,
+    task=opened,
+    reward=named.reward(config, opened),
+    partition=partition(config, opened.tool_names),
+  )
 
 
 def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
@@ -94,7 +103,7 @@ def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
   check_adapter(config, model)
   assign = partition(config)
   method = algorithm(config, assign.num_strata)
-  return Run(config, mesh, model, assign, method, stages(config, mesh, model, method), world=None)
+  return Run(config, mesh, model, assign, method, stages(config, mesh, model, method))
 
 
 ###  Parts  ###
@@ -116,7 +125,7 @@ def model_config(config, *, platform: str | None = None) -> decoder.DecoderConfi
     model = hugging_face.load_config(p.checkpoint, **run)
   else:
     model = decoder.DecoderConfig(
-      vocab_size=tokenizers.build().vocab_size,
+      vocab_size=named.tokenizer(config).vocab_size,
       width=p.width,
       num_layers=p.num_layers,
       num_heads=p.num_heads,
@@ -183,8 +192,9 @@ def optimizer(config, *, warm_start: bool = False):
   )
 
 
-def partition(config) -> strata.Partition:
-  return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed)
+def partition(config, tools=None) -> strata.Partition:
+  """The partition of `strata`; `tools` are the task's, None where they are not known yet."""
+  return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed, tools=tools)
 
 
 def packing(config, mesh, count: int | None = None, mini_batches: int = 1) -> batching.Packing:
@@ -243,22 +253,22 @@ def stages(config, mesh, model, method: Algorithm) -> tuple[StageParts, ...]:
   return tuple(found)
 
 
-def open_world(config) -> worlds.World:
-  """The world, data read and retriever open, its held-out questions drawn once.
+def open_task(config) -> base.Task:
+  """The task, data read and retriever open, its held-out questions drawn once.
 
-  Raises ValueError or OSError for a world that can't be, and for limits that its protocol can't
+  Raises ValueError or OSError for a task that can't be, and for limits that its protocol can't
   keep to.
   """
-  world = worlds.world(config)
-  tokenizer = world.tokenizer
+  task = named.make(config)
+  tokenizer = task.tokenizer
   agent.check(
     agent.Setting(
-      tokenizer.encode, tokenizer.decode, tokenizer.eos_id, world.protocol, world.limits, 0
+      tokenizer.encode, tokenizer.decode, tokenizer.eos_id, task.protocol, task.limits, 0
     )
   )
-  world = dataclasses.replace(world, held_out=functools.cache(world.held_out))
-  world.held_out(config.eval.questions)
-  return world
+  task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
+  task.held_out(config.eval.questions)
+  return task
 
 
 def enable_compilation_cache() -> None:
@@ -278,9 +288,8 @@ def check_settings(config) -> None:
   check_rows(config)
   check_updates(config)
   algorithm(config, partition(config).num_strata)
-  worlds.limits(config)
-  if config.data.name == "encyclopedia":
-    worlds.encyclopedia_settings(config.data)
+  base.limits(config)
+  named.check(config)
   if config.retriever.name == "http":
     retrievers.HttpSettings(config.retriever.url).address
   if config.sampler.name == "sglang":
@@ -342,18 +351,18 @@ def check_protocol(config) -> None:
       "rollout.chat_template=True needs policy.checkpoint: the template comes with a model's "
       "directory"
     )
-  if config.data.name == "files":
-    worlds.protocol(config)
+  if named.name_of(config) == "search_qa":
+    base.protocol(config, (Search,))
 
 
 def check_warm_start(config) -> None:
   steps = config.warm_start.num_steps
   if not steps:
     return
-  if config.data.name == "files":
+  if named.name_of(config) == "search_qa":
     raise ValueError(
       f"warm_start.num_steps={steps} must be 0 with data.name='files': "
-      "demonstrations are scripted for the generated encyclopedia alone"
+      "demonstrations are scripted for the generated tasks alone"
     )
   if config.rollout.protocol != "short":
     raise ValueError(
@@ -361,7 +370,6 @@ def check_warm_start(config) -> None:
       f"{steps}: the demonstrations are scripted in its tags; the methods of "
       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
     )
-  worlds.demonstration_config(config)
 
 
 def check_devices(config) -> None:
@@ -418,7 +426,7 @@ def check_adapter(config, model: decoder.DecoderConfig) -> None:
 
 def missing_parts(config) -> list[str]:
   """What the run needs and does not find, one sentence each with the command that gets it."""
-  found = _missing_files(config) if config.data.name == "files" else []
+  found = _missing_files(config) if named.name_of(config) == "search_qa" else []
   return found + retrievers.missing(config)
 
 
@@ -442,7 +450,7 @@ def _missing_files(config) -> list[str]:
   found = _missing_model(config)
   for name in names:
     try:
-      exists = worlds.path_of(config.data[name]).exists()
+      exists = search_qa.path_of(config.data[name]).exists()
     except FileNotFoundError as error:  # STRATIFIED_DATA, or a name at all, is missing
       found.append(f"{error}")
       continue

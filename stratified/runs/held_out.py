@@ -1,5 +1,6 @@
 """Held-out questions during training: before its first step, on the way, and after its last."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -8,7 +9,7 @@ from stratified.evaluation import score as scoring
 from stratified.learner import processes
 from stratified.progress import Progress
 from stratified.runs.rollouts import collect
-from stratified.tasks import worlds
+from stratified.tasks.base import Task
 
 # Names the random keys of evaluation, which greedy decoding never draws from.
 EVALUATION_STEP = 2**30
@@ -18,7 +19,7 @@ CHUNK = 256  # held-out questions in flight; more would only delay the progress 
 def evaluate(
   config,
   params,
-  world: worlds.World,
+  task: Task,
   sampler,
   *,
   count: int,
@@ -29,7 +30,7 @@ def evaluate(
   exactly that often."""
   sampler.load(params, EVALUATION_STEP)
   scores = {}
-  for name, (questions, retriever) in world.held_out(count).items():
+  for name, (questions, tools) in task.held_out(count).items():
     if only not in (None, name):
       continue
     what = f"questions of {name}" + ("" if forced is None else f" with {forced} searches each")
@@ -39,31 +40,31 @@ def evaluate(
         part = questions[at : at + CHUNK]
         groups += processes.exchange(
           collect(
-            world,
+            task,
             part,
             sampler=sampler,
-            retriever=retriever,
+            tools=tools,
             samples_per_question=1,
             step=EVALUATION_STEP + at,
-            limits=worlds.limits(config, forced_searches=forced),
+            limits=dataclasses.replace(task.limits, forced_searches=forced),
           ),
           len(part),
         )
         progress.update(len(part))
-    scores[name] = scoring.summary(groups)
+    scores[name] = scoring.summary(groups, task.tool_names)
   return scores
 
 
-def evaluate_start(config, params, world, sampler, writer, workdir: pathlib.Path) -> None:
+def evaluate_start(config, params, task, sampler, writer, workdir: pathlib.Path) -> None:
   """The policy before reinforcement learning: by its own choice, and made to search 0, 1, 2, ...
   times."""
-  scores = evaluate(config, params, world, sampler, count=config.eval.questions)
+  scores = evaluate(config, params, task, sampler, count=config.eval.questions)
   parts = {"warm_start": {"sets": scores}}
   if config.eval.forced:
     parts["warm_start_forced"] = {
       str(n): {
         "sets": evaluate(
-          config, params, world, sampler, count=config.eval.questions, forced=n, only="held_out"
+          config, params, task, sampler, count=config.eval.questions, forced=n, only="held_out"
         )
       }
       for n in range(config.rollout.max_turns + 1)
@@ -72,9 +73,9 @@ def evaluate_start(config, params, world, sampler, writer, workdir: pathlib.Path
   record(workdir, parts)
 
 
-def evaluate_at(config, params, world, sampler, writer, workdir: pathlib.Path, step: int) -> None:
+def evaluate_at(config, params, task, sampler, writer, workdir: pathlib.Path, step: int) -> None:
   """The policy now; evaluation.json keeps the newest."""
-  scores = evaluate(config, params, world, sampler, count=config.eval.questions)
+  scores = evaluate(config, params, task, sampler, count=config.eval.questions)
   writer.write({"step": step} | scoring.metrics_row(scores))
   record(workdir, {"step": step, "sets": scores})
 

@@ -5,15 +5,15 @@ import time
 
 from stratified.agents import loop
 from stratified.learner import processes
-from stratified.tasks import worlds
+from stratified.tasks.base import Task
 
 
 def collect(
-  world: worlds.World,
+  task: Task,
   questions,
   *,
   sampler,
-  retriever,
+  tools,
   limits,
   samples_per_question: int,
   step: int,
@@ -26,9 +26,9 @@ def collect(
     [questions[q] for q in indices],
     indices=indices,
     sampler=sampler,
-    retriever=retriever,
-    tokenizer=world.tokenizer,
-    protocol=world.protocol,
+    tools=tools,
+    tokenizer=task.tokenizer,
+    protocol=task.protocol,
     limits=limits,
     samples_per_question=samples_per_question,
     step=step,
@@ -44,8 +44,8 @@ class Rollouts:
   one, waits for its own.
   """
 
-  def __init__(self, config, world: worlds.World, sampler):
-    self._config, self._world, self._sampler = config, world, sampler
+  def __init__(self, config, task: Task, sampler):
+    self._config, self._task, self._sampler = config, task, sampler
     self._pool = (
       concurrent.futures.ThreadPoolExecutor(1, "rollouts") if config.rollout.max_staleness else None
     )
@@ -68,18 +68,18 @@ class Rollouts:
     load_s = time.perf_counter() - start
 
     def run():
-      start, searched = time.perf_counter(), self._world.retriever.seconds
+      start, searched = time.perf_counter(), self._task.seconds
       groups = collect(
-        self._world,
-        self._world.questions_at(step),
+        self._task,
+        self._task.questions_at(step),
         sampler=self._sampler,
-        retriever=self._world.retriever,
-        limits=self._world.limits,
+        tools=self._task.tools,
+        limits=self._task.limits,
         step=step,
         weight_version=version,
         samples_per_question=self._config.rollout.samples_per_question,
       )
-      search_s = self._world.retriever.seconds - searched
+      search_s = self._task.seconds - searched
       return groups, {
         "rollout_s": load_s + time.perf_counter() - start - search_s,
         "load_s": load_s,

@@ -4,7 +4,9 @@ import dataclasses
 
 from stratified.config import setting, Settings
 from stratified.policy import attention, decoder
-from stratified.tasks import worlds
+from stratified.rewards import RewardSettings
+from stratified.strata import StrataSettings
+from stratified.tasks import named
 
 LEARNING = ("training", "warm_start")  # numbers of an update, not what a finished policy answers
 
@@ -83,66 +85,6 @@ class OptimizerSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSettings(Settings):
-  """What is asked, and what the answers are in."""
-
-  SECTION = "data"
-  name: str = setting(
-    "files", "a generated encyclopedia, or files", choices=["encyclopedia", "files"]
-  )
-  questions: str = setting("", "files: file or folder (FlashRAG JSONL, verl parquet)")
-  corpus: str = setting("", "files: passages, JSONL, plain or .gz")
-  split: str = setting("train", "files: the split that is trained on", affects=LEARNING)
-  held_out_split: str = setting("dev", "files: the split that is evaluated on")
-  evaluation: str = setting(
-    "",
-    "files: what is evaluated on; empty takes held_out_split of data.questions",
-    affects=["scores"],
-  )
-  questions_per_step: int = setting(256, "questions of a step", low=1, affects=["training"])
-  entities: int = setting(2400, "encyclopedia: entities, each with a page")
-  near_duplicates: float = setting(
-    0.2, "encyclopedia: share of entities whose name takes a word of another's"
-  )
-  distractors: float = setting(
-    0.1, "encyclopedia: pages under an entity's name that are not its own, as a share"
-  )
-  paraphrases: int = setting(2, "encyclopedia: ways of saying each fact")
-  common_facts: int = setting(48, "encyclopedia: facts that no page holds")
-  hop_shares: tuple[float, ...] = setting(
-    (0.2, 0.3, 0.3, 0.2), "encyclopedia: shares of questions of 0, 1, 2, 3 hops"
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class LimitSettings(Settings):
-  """What a rollout may use, and how it speaks."""
-
-  SECTION = "rollout"
-  max_turns: int = setting(4, "turns that may search; one final generation follows", low=0)
-  max_turn_tokens: int = setting(500, "sampled tokens of one turn", low=1)
-  max_observation_tokens: int = setting(500, "tokens of one observation with its tags", low=1)
-  max_tokens: int = setting(4096, "tokens of a rollout, prompt and observations included", low=2)
-  answer_tokens: int = setting(
-    32, "room that an observation is shortened to leave for an answer", low=1
-  )
-  topk: int = setting(3, "passages of a search", low=1)
-  protocol: str = setting("search_r1", "how the policy searches", choices=worlds.PROTOCOLS)
-  chat_template: bool = setting(
-    False, "the prompt as a user message in the model's own chat template"
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class StrataSettings(Settings):
-  """What sorts the rollouts of a question."""
-
-  SECTION = "strata"
-  name: str = setting("searches", "the partition", affects=["training"])
-  cap: int = setting(4, "counts above it share the last stratum", low=1, affects=["training"])
-
-
-@dataclasses.dataclass(frozen=True)
 class WarmStartSettings(Settings):
   """Supervised training on scripted demonstrations, before reinforcement learning."""
 
@@ -159,31 +101,14 @@ class WarmStartSettings(Settings):
   context_weight: float = setting(
     0.3, "loss weight of tokens that the script did not write", low=0, affects=["warm_start"]
   )
-  wrong_query: float = setting(
-    0.02, "searches whose query misses a part of the name, as a share", affects=["warm_start"]
-  )
-  wrong_relation: float = setting(
-    0.02, "searches after which another fact is read off, as a share", affects=["warm_start"]
-  )
-  invalid: float = setting(
-    0.005, "turns that neither search nor answer, as a share", affects=["warm_start"]
-  )
-  encyclopedias: int = setting(
-    24, "practice worlds, so that none is learnt by heart", low=1, affects=["warm_start"]
-  )
-  mixture: tuple[float, ...] = setting(
-    (0.15, 0.2, 0.25, 0.4),
-    "shares of demonstrations that search 0, 1, 2, 3 times",
-    affects=["warm_start"],
-  )
 
 
 CLASSES = (
   PolicySettings,
   LoraSettings,
   OptimizerSettings,
-  DataSettings,
-  LimitSettings,
   StrataSettings,
+  RewardSettings,
   WarmStartSettings,
+  *named.SETTINGS,
 )

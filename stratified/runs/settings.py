@@ -4,9 +4,8 @@ import dataclasses
 import functools
 import pathlib
 
-from stratified import algorithms
+from stratified import algorithms, files
 from stratified import config as configs
-from stratified import files
 from stratified.algorithms import AlgorithmSettings
 from stratified.config import setting, Settings
 from stratified.learner.batching import PackingSettings

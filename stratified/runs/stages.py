@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from stratified import rewards
 from stratified.evaluation import score as scoring
 from stratified.learner import batching
 from stratified.runs import build, held_out
 from stratified.runs.rollouts import Rollouts
-from stratified.runs.writer import Writer
-from stratified.tasks import worlds
+from stratified.runs.writer import trajectory_records, Writer
 from stratified.types import Batch, TrainState
 
 
@@ -41,23 +39,21 @@ class Demonstrations:
   label, rate = "warm-start steps", "warm_start.learning_rate"
 
   def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
-    self._stage, self._writer = parts.stage, around.writer
-    self._batch_at = worlds.demonstration_batches(
-      around.run.config, around.run.world, parts.packing, parts.stage.algorithm
-    )
+    self._parts, self._writer = parts, around.writer
+    self._demonstrations = around.run.task.demonstrations
 
   def start(self, state: TrainState) -> bool:
     return False
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
-    return self._batch_at(step), {}
+    return demonstration_batch(self._demonstrations(step), self._parts), {}
 
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
     loss = float(stats["warm_start/loss"])
     self._writer.write(
       {
         "warm_start/step": step,
-        "stage": self._stage.name,
+        "stage": self._parts.stage.name,
         "warm_start/loss": loss,
         "grad/norm": float(stats["grad/norm"]),
       }
@@ -71,6 +67,19 @@ class Demonstrations:
     pass
 
 
+def demonstration_batch(groups, parts: build.StageParts) -> Batch:
+  """A batch of demonstrations [n][1], without rewards or strata."""
+  zeros = np.zeros((len(groups), 1), np.int32)
+  return batching.collate(
+    groups,
+    packing=parts.packing,
+    algorithm=parts.stage.algorithm,
+    rewards=zeros,
+    strata=zeros,
+    num_strata=1,
+  )
+
+
 class Reinforcement:
   """The policy's own rollouts, rewarded and sorted into strata; evaluated on the way."""
 
@@ -78,16 +87,17 @@ class Reinforcement:
 
   def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
     self._parts, self._around, self._policy = parts, around, policy
-    self._rollouts = Rollouts(around.run.config, around.run.world, around.sampler)
+    self._rollouts = Rollouts(around.run.config, around.run.task, around.sampler)
     self._clock = time.perf_counter()
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
     run = self._around.run
     groups, times = self._rollouts.take(step, self._policy(state))
-    reward = [[0.0 if t.fault else rewards.score(t) for t in group] for group in groups]
+    scores = [[None if t.fault else run.reward(t) for t in group] for group in groups]
+    reward = [[0.0 if s is None else s.total for s in group] for group in scores]
     strata = [run.partition.assign(group, step=step) for group in groups]
     self._sampled = groups, reward, strata
-    row = scoring.rollout_row(groups, reward, step)
+    row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
     spent = times["rollout_s"] + times["search_s"]
     row["rollout/tokens_per_second"] = row["rollout/policy_tokens"] / spent
     row |= {f"time/{name}": value for name, value in times.items()}
@@ -115,7 +125,11 @@ class Reinforcement:
     writer.write(row)
     every = config.logging.trajectories_every
     if every and step % every == 0:
-      records = worlds.records(self._around.run.world, *self._sampled, advantage)
+      groups, reward, strata = self._sampled
+      task = self._around.run.task
+      records = trajectory_records(
+        groups, task.tokenizer.decode, reward, strata, advantage, task.tool_names
+      )
       writer.write_trajectories(step, records)
     if step == config.num_steps or config.eval.every and step % config.eval.every == 0:
       self._rollouts.settle()
@@ -129,7 +143,7 @@ class Reinforcement:
 
   def _evaluate(self, evaluate: Callable, state: TrainState, *step: int) -> None:
     run, a = self._around.run, self._around
-    evaluate(run.config, self._policy(state), run.world, a.judge, a.writer, a.workdir, *step)
+    evaluate(run.config, self._policy(state), run.task, a.judge, a.writer, a.workdir, *step)
 
   def __enter__(self) -> "Reinforcement":
     self._rollouts.__enter__()

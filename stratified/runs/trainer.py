@@ -48,7 +48,7 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
   """
   with contextlib.ExitStack() as stack:
     sampler, judge = stack.enter_context(
-      samplers.samplers(run.config, run.mesh, run.model, run.world.tokenizer)
+      samplers.samplers(run.config, run.mesh, run.model, run.task.tokenizer)
     )
     seats = [stack.enter_context(seat_of(run, parts, workdir)) for parts in run.stages]
     number, restored = newest(seats, workdir)

@@ -56,6 +56,7 @@ def trajectory_record(
   reward: float | None,
   stratum: int | None,
   advantage: float | None,
+  tools: Sequence[str] = ("search",),
 ) -> Row:
   """One rollout as a JSON object: what was asked, every segment as text, and what it was worth.
 
@@ -64,11 +65,12 @@ def trajectory_record(
     decode: token ids -> text, special tokens kept.
     reward, stratum, advantage: the rollout's numbers in the step, None for a rollout lost to a
     fault.
+    tools: names of the tools that are counted under `calls`, called or not.
 
   Returns:
     question_id, question, golden_answers, source, hops, sample, segments (origin, text, number of
-    tokens), turns (action, and per search its query, outcome, passage ids), searches (a count),
-    answer, stop, fault, weight_version, reward, stratum, advantage.
+    tokens), turns (action, and of each call its tool, argument, outcome, results), searches (a
+    count), calls (counts by tool), answer, stop, fault, weight_version, reward, stratum, advantage.
   """
   question = trajectory.question
   segments = [
@@ -86,10 +88,11 @@ def trajectory_record(
       {"origin": origin, "text": text, "tokens": tokens} for origin, text, tokens in segments
     ],
     "turns": [
-      {"action": turn.action, "searches": [dataclasses.asdict(search) for search in turn.searches]}
+      {"action": turn.action, "calls": [dataclasses.asdict(call) for call in turn.calls]}
       for turn in trajectory.turns
     ],
     "searches": trajectory.num_searches,
+    "calls": {tool: trajectory.num_calls(tool) for tool in tools},
     "answer": trajectory.answer,
     "stop": trajectory.stop,
     "fault": trajectory.fault,
@@ -98,6 +101,28 @@ def trajectory_record(
     "stratum": stratum,
     "advantage": advantage,
   }
+
+
+def trajectory_records(
+  groups, decode: Callable, reward, strata, advantage_qk, tools: Sequence[str] = ("search",)
+) -> list[Row]:
+  """A `trajectory_record` of each rollout of a step; a lost one has no reward, stratum or
+  advantage. `groups`, `reward`, `strata` and `advantage_qk` are [Q, K]."""
+  rows = []
+  for q, group in enumerate(groups):
+    for k, trajectory in enumerate(group):
+      lost = trajectory.fault is not None
+      rows.append(
+        trajectory_record(
+          trajectory,
+          decode,
+          reward=None if lost else reward[q][k],
+          stratum=None if lost else strata[q][k],
+          advantage=None if lost else float(advantage_qk[q, k]),
+          tools=tools,
+        )
+      )
+  return rows
 
 
 class Writer:

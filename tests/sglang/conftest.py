@@ -12,11 +12,11 @@ sys.path.insert(0, str(ROOT / "third_party" / "sglang"))  # small_checkpoint
 import small_checkpoint  # noqa: E402
 
 from experiments.benchmarks.soak_sglang import RealServer
-from stratified.data import tokenizer as tokenizers
 from stratified.policy.files import hugging_face
 from stratified.sampling.sglang.members import FleetConfig
 from stratified.sampling.sglang.publish import PublishConfig, Publisher
 from stratified.sampling.sglang.sampler import Servers
+from stratified.tasks.encyclopedia import vocabulary
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 HELPER = (
@@ -53,7 +53,7 @@ def real_servers(model_directory, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-  return tokenizers.build()
+  return vocabulary.build()
 
 
 @pytest.fixture(scope="session")

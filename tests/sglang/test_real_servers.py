@@ -13,8 +13,6 @@ import pytest
 
 from stratified.agents import loop, tags
 from stratified.agents.limits import Limits
-from stratified.data import encyclopedia
-from stratified.data import questions as generated
 from stratified.retrieval.bm25 import BM25
 from stratified.sampling.in_process import JaxSampler, SamplerConfig
 from stratified.sampling.interface import Request
@@ -22,17 +20,15 @@ from stratified.sampling.sglang import wire
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.sampling.sglang.probe import trainer_log_probs
 from stratified.sampling.sglang.sampler import Sampling, SglangSampler
+from stratified.tasks.encyclopedia import pages as encyclopedia
+from stratified.tasks.encyclopedia import questions as generated
+from stratified.tools.search import Search
 
 # Logits are sums of hundreds of float32 products in another order: 1e-5 is usual, the contract is
 # 1e-4.
 CLOSE = 1e-4
 LIMITS = Limits(
-  max_turns=3,
-  max_turn_tokens=24,
-  max_observation_tokens=64,
-  max_tokens=LENGTH,
-  topk=1,
-  answer_tokens=10,
+  max_turns=3, max_turn_tokens=24, max_observation_tokens=64, max_tokens=LENGTH, answer_tokens=10
 )
 
 
@@ -158,7 +154,7 @@ def test_greedy_rollouts_with_searches_are_the_same_through_both_samplers(
   collect = lambda sampler: loop.collect(
     questions,
     sampler=sampler,
-    retriever=retriever,
+    tools=(Search(retriever, 1),),
     tokenizer=tokenizer,
     protocol=tags.short(),
     limits=limits,
@@ -196,7 +192,7 @@ def test_what_the_server_was_fed_is_what_is_trained_on(
     groups = loop.collect(
       questions,
       sampler=sampler,
-      retriever=retriever,
+      tools=(Search(retriever, 1),),
       tokenizer=tokenizer,
       protocol=tags.short(),
       limits=dataclasses.replace(LIMITS, forced_searches=2),
@@ -351,7 +347,7 @@ def test_a_rollout_with_tool_calls_is_exact_token_by_token(
     groups = loop.collect(
       questions[:3],
       sampler=sampler,
-      retriever=retriever,
+      tools=(Search(retriever, 1),),
       tokenizer=tokenizer,
       protocol=protocol,
       limits=limits,
@@ -371,13 +367,13 @@ def test_a_rollout_with_tool_calls_is_exact_token_by_token(
 
 def test_the_server_reads_our_tool_calls_as_we_do(real_servers):
   """SGLang's own parser on text that ours calls a search."""
-  from stratified.agents.tool_calls import read_call, SEARCH
+  from stratified.agents.tool_calls import described, read_call
 
   call = '{"name": "search", "arguments": {"query_list": ["a", "b"]}}'
   body = {
     "text": f"x\n<tool_call>\n{call}\n</tool_call>",
     "tool_call_parser": "qwen",
-    "tools": [SEARCH],
+    "tools": [described(Search)],
   }
   answer = json.load(
     urllib.request.urlopen(
@@ -391,4 +387,4 @@ def test_the_server_reads_our_tool_calls_as_we_do(real_servers):
   (found,) = answer["calls"]
   assert found["name"] == "search" and tuple(
     json.loads(found["parameters"])["query_list"]
-  ) == read_call(call)
+  ) == tuple(query for _, query in read_call(call, (Search,)))

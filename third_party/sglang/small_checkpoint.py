@@ -23,7 +23,7 @@ def write(
   directory: pathlib.Path, *, vocabulary: int | None = None, seed: int = 0, positions: int = 4096
 ) -> None:
   """Weights twice as large as a new model's, so that its choices differ; float32."""
-  tokenizer = tokenizers.build()
+  tokenizer = vocabulary.build()
   config = decoder.DecoderConfig(
     vocab_size=vocabulary or tokenizer.vocab_size,
     rope_theta=10000.0,

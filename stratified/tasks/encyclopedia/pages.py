@@ -11,46 +11,40 @@ import re
 
 import numpy as np
 
-from stratified.data import common_knowledge, language
+from stratified.config import setting, Settings
 from stratified.retrieval.corpus import Passage
+from stratified.tasks.draws import generator
+from stratified.tasks.encyclopedia import common_knowledge, language
 
 MIN_ENTITIES, MAX_ENTITIES = 40, 3400
 
 
 @dataclasses.dataclass(frozen=True)
-class EncyclopediaConfig:
-  """How large and how hard the world is.
+class EncyclopediaConfig(Settings):
+  """How large and how hard the encyclopedia is.
 
-  entities: number of entities, each with one page (rounded so that persons can be paired).
-  near_duplicates: share of entities whose name takes a word of another entity's name.
-  distractors: pages that bear an entity's name without being its page, as a share of the entities.
-  paraphrases: 1 to 3 ways of saying each fact and of asking; 3 adds direct one-fact questions.
-  common_facts: number of facts of common knowledge, which no page holds.
-  held_out: share of chains that training never asks.
+  The entities are rounded so that persons can be paired; 3 paraphrases add direct one-fact
+  questions. held_out: share of chains that training never asks, from 0.01 to 0.9.
   """
 
-  entities: int = 2400
-  near_duplicates: float = 0.2
-  distractors: float = 0.1
-  paraphrases: int = 2
-  common_facts: int = 48
+  SECTION = "data"
+  entities: int = setting(2400, "entities, each with one page", low=MIN_ENTITIES, high=MAX_ENTITIES)
+  near_duplicates: float = setting(
+    0.2, "share of the entities whose name takes a word of another's", low=0, high=0.5
+  )
+  distractors: float = setting(
+    0.1, "pages that bear an entity's name without being its page, per entity", low=0, high=1
+  )
+  paraphrases: int = setting(2, "ways of saying each fact and of asking for it", low=1, high=3)
+  common_facts: int = setting(
+    48, "facts of common knowledge, which no page holds", low=1, high=len(common_knowledge.FACTS)
+  )
   held_out: float = 0.1
 
   def __post_init__(self):
-    bounds = {
-      "entities": (MIN_ENTITIES, MAX_ENTITIES),
-      "near_duplicates": (0, 0.5),
-      "distractors": (0, 1),
-      "paraphrases": (1, 3),
-      "common_facts": (1, len(common_knowledge.FACTS)),
-      "held_out": (0.01, 0.9),
-    }
-    for name, (low, high) in bounds.items():
-      value = getattr(self, name)
-      if not low <= value <= high:
-        raise ValueError(
-          f"encyclopedia setting {name}={value} is out of range: choose from {low} to {high}"
-        )
+    super().__post_init__()
+    if not 0.01 <= self.held_out <= 0.9:
+      raise ValueError(f"data.held_out={self.held_out} must be at least 0.01 and at most 0.9")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +75,11 @@ class Encyclopedia:
     return {kind: tuple(e for e in self.entities if e.kind == kind) for kind in language.KINDS}
 
 
-def generator(*key: int) -> np.random.Generator:
-  """A counter-based generator whose stream is a function of the key (seed, step, ...) alone."""
-  if min(key) < 0:
-    raise ValueError(
-      f"the random key {key} has a negative part: seeds, steps and samples count from 0"
-    )
-  return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
-
-
 def make(config: EncyclopediaConfig, seed: int) -> Encyclopedia:
   """Builds the encyclopedia of a seed, at least 0; the same arguments give the same pages."""
   rng = generator(seed, 0)
   kinds = [kind for kind, count in _counts(config.entities).items() for _ in range(count)]
-  names = _names(kinds, config.near_duplicates, rng)
+  names = draw_names(kinds, config.near_duplicates, rng)
   links = _links(kinds, rng)
   entities = tuple(
     Entity(name, kind, {relation: names[target] for relation, target in link.items()})
@@ -118,7 +103,7 @@ def _counts(entities: int) -> dict[str, int]:
   return counts
 
 
-def _names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -> list[str]:
+def draw_names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -> list[str]:
   """Two words for a person, one for the rest; a near-duplicate takes a word of an earlier name and
   adds one.
 

@@ -15,10 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stratified.data.encyclopedia import Encyclopedia, facts_in, generator
-from stratified.data.questions import Chain, chain_of
+from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
 from stratified.sampling.interface import Completion, Request
+from stratified.tasks.draws import check_mixture, generator
+from stratified.tasks.encyclopedia.pages import Encyclopedia, facts_in
+from stratified.tasks.encyclopedia.questions import Chain, chain_of
 from stratified.types import Question
 
 _DEMONSTRATION = 3  # tag of the random streams
@@ -29,7 +31,7 @@ _DOCUMENT = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class DemonstrationConfig:
+class DemonstrationConfig(Settings):
   """What the script does.
 
   mixture: share of rollouts that search 0, 1, 2, 3 times, drawn apart from the question.
@@ -38,35 +40,45 @@ class DemonstrationConfig:
   guess: of the rollouts that answer a question of 1 to 3 hops without a search, the share that
     names a random entity of the right kind; the others name the entity that the question starts
     from.
-  wrong_query, wrong_relation, invalid: rates per search of a query with a name part dropped or
-    swapped, of another fact being read off the page, and of a turn that is neither search nor
-    answer.
+  wrong_query: its name part is dropped or swapped.
   max_turns: turns that may search; the generation after them answers.
   """
 
-  mixture: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
+  SECTION = "warm_start"
+  mixture: tuple[float, ...] = setting(
+    (0.15, 0.2, 0.25, 0.4),
+    "shares of the demonstrations that call a tool 0, 1, 2, ... times",
+    affects=["warm_start"],
+  )
+  wrong_query: float = setting(
+    0.02, "share of searches with a spoilt query", low=0, high=1, affects=["warm_start"]
+  )
+  wrong_relation: float = setting(
+    0.02,
+    "share of searches after which another fact is read off the page",
+    low=0,
+    high=1,
+    affects=["warm_start"],
+  )
+  invalid: float = setting(
+    0.005,
+    "share of turns that neither call a tool nor answer",
+    low=0,
+    high=1,
+    affects=["warm_start"],
+  )
+  encyclopedias: int = setting(
+    24, "practice encyclopedias, so that none is learnt by heart", low=1, affects=["warm_start"]
+  )
   plan: Literal["query", "think", "none"] = "query"
   guess: float = 0.25
-  wrong_query: float = 0.02
-  wrong_relation: float = 0.02
-  invalid: float = 0.02
   max_turns: int = 4
 
   def __post_init__(self):
-    for name in ("guess", "wrong_query", "wrong_relation", "invalid"):
-      if not 0 <= getattr(self, name) <= 1:
-        raise ValueError(
-          f"demonstration setting {name}={getattr(self, name)} is no share: choose from 0 to 1"
-        )
-    if not self.mixture or min(self.mixture) < 0 or not abs(sum(self.mixture) - 1) < 1e-6:
-      raise ValueError(
-        f"demonstration mixture {tuple(self.mixture)} must be shares of at least 0 that sum to 1"
-      )
-    if len(self.mixture) - 1 > self.max_turns:
-      raise ValueError(
-        f"demonstration mixture {tuple(self.mixture)} asks for up to {len(self.mixture) - 1} "
-        f"searches, but max_turns is {self.max_turns}: shorten the mixture or raise max_turns"
-      )
+    super().__post_init__()
+    check_mixture(self.mixture, self.max_turns)
+    if not 0 <= self.guess <= 1:
+      raise ValueError(f"demonstration setting guess={self.guess} is no share: choose from 0 to 1")
     if self.plan not in _PLANS:
       raise ValueError(
         f"demonstration plan {self.plan!r} is unknown: choose one of {', '.join(_PLANS)}"

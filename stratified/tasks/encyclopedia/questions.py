@@ -13,12 +13,28 @@ import hashlib
 
 import numpy as np
 
-from stratified.data import common_knowledge, language
-from stratified.data.encyclopedia import Encyclopedia, generator
+from stratified.config import setting, Settings
+from stratified.tasks.draws import generator, spread
+from stratified.tasks.encyclopedia import common_knowledge, language
+from stratified.tasks.encyclopedia.pages import Encyclopedia
 from stratified.types import Question
 
 HOP_SHARES = (0.2, 0.3, 0.3, 0.2)
 MAX_HOPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionSettings(Settings):
+  """What the encyclopedia is asked."""
+
+  SECTION = "data"
+  hop_shares: tuple[float, ...] = setting(HOP_SHARES, "shares of questions of 0, 1, 2, 3 hops")
+
+  def __post_init__(self):
+    super().__post_init__()
+    check_shares(self.hop_shares)
+
+
 _TRAINING, _HELD_OUT = 1, 2  # tags of the random streams
 
 
@@ -65,7 +81,7 @@ def training_questions(
   rng = generator(seed, step, _TRAINING)
   common = common_knowledge.combinations(encyclopedia.config.common_facts, held_out=False)
   questions = []
-  for hops in _spread(hop_shares, count, rng):
+  for hops in spread(hop_shares, count, rng):
     if hops == 0:
       questions.append(_common_question(*common[rng.integers(len(common))]))
     else:
@@ -88,7 +104,7 @@ def held_out_questions(
   common = common_knowledge.combinations(encyclopedia.config.common_facts, held_out=True)
   order = iter(rng.permutation(len(common)))
   questions: dict[str, Question] = {}
-  for hops in _spread(hop_shares, count, rng):
+  for hops in spread(hop_shares, count, rng):
     if hops == 0:
       index = next(order, None)
       if index is None:
@@ -128,18 +144,16 @@ def is_held_out(encyclopedia: Encyclopedia, chain: Chain) -> bool:
 def _check(count: int, hop_shares: Sequence[float]):
   if count < 1:
     raise ValueError(f"question count {count} is too small: ask for at least 1")
+  check_shares(hop_shares)
+
+
+def check_shares(hop_shares: Sequence[float]) -> None:
+  """Raises ValueError where the shares are no distribution over 0 to 3 hops."""
   if len(hop_shares) != MAX_HOPS + 1 or min(hop_shares) < 0 or not abs(sum(hop_shares) - 1) < 1e-6:
     raise ValueError(
       f"hop shares {tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
       "that sum to 1"
     )
-
-
-def _spread(hop_shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
-  """`count` hop numbers with the given shares, in random order (systematic sampling)."""
-  points = (np.arange(count) + rng.random()) / count
-  edges = np.cumsum(hop_shares)[:-1]
-  return rng.permutation(np.searchsorted(edges, points, side="right")).tolist()
 
 
 def _chains(encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator) -> Iterator[Chain]:

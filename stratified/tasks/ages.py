@@ -1,0 +1,296 @@
+"""Questions of age over a generated encyclopedia of people: a task of two tools.
+
+    How much older is Marvel Dortim than Kalgin Sorvak?
+
+Pages hold years of birth, so that search finds two numbers and the calculator their difference.
+`hops` is the number of calls that a question needs:
+
+    0  the year stands in the text               1  search, or calculator, alone
+    2  an age in some year: search, calculator   3  a difference: search, search, calculator
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import hashlib
+import re
+
+import numpy as np
+
+from stratified import config as settings
+from stratified.data.tokenizer import Tokenizer
+from stratified.retrieval import retrievers
+from stratified.retrieval.bm25 import BM25
+from stratified.retrieval.corpus import Passage
+from stratified.tasks import base, numbers, script
+from stratified.tasks.base import Sets, Task
+from stratified.tasks.draws import generator, spread
+from stratified.tasks.encyclopedia import language
+from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig
+from stratified.tasks.encyclopedia.pages import draw_names, EncyclopediaConfig
+from stratified.tasks.encyclopedia.questions import QuestionSettings
+from stratified.tools.base import Timed
+from stratified.tools.calculator import Calculator
+from stratified.tools.search import Search, SearchSettings
+from stratified.types import Question
+
+MOST_PEOPLE = 2000  # names for more would run out
+YEARS = (1100, 1999)
+HELD_OUT = 0.1  # share of questions that training never asks
+SECOND_SEED = 1_000_003  # how far beyond the run's seed that of the second encyclopedia lies
+_PEOPLE, _TRAINING, _HELD_OUT = 0, 1, 2  # tags of the random streams
+
+PAGE = ("{n} was born in {y}. {p} lived in {v}.", "{n} came to {v}. {p} was born in {y}.")
+# kind -> the calls that it needs, and two wordings
+WORDING = {
+  "told": (0, ("{n} was born in {y}. When was {n} born?", "{n} was born in {y}. Name the year.")),
+  "born": (1, ("When was {n} born?", "In which year was {n} born?")),
+  "between": (1, ("How many years lie between {y} and {z}?", "How many years from {y} to {z}?")),
+  "age": (2, ("How old was {n} in {z}?", "In {z}, how old was {n}?")),
+  "older": (3, ("How much older is {n} than {m}?", "How many years is {n} older than {m}?")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class People:
+  """Everybody's year of birth, and a page for each."""
+
+  seed: int
+  born: dict[str, int]
+  passages: tuple[Passage, ...]
+
+  @functools.cached_property
+  def names(self) -> tuple[str, ...]:
+    return tuple(self.born)
+
+
+def people(made: EncyclopediaConfig, seed: int) -> People:
+  """The people of a seed: `entities` of them, named as in the encyclopedia."""
+  if made.entities > MOST_PEOPLE:
+    raise ValueError(
+      f"data.entities={made.entities} must be at most {MOST_PEOPLE} with task.name='ages'"
+    )
+  rng = generator(seed, _PEOPLE)
+  names = draw_names(["person"] * made.entities, made.near_duplicates, rng)
+  born = {name: int(rng.integers(*YEARS)) for name in names}
+  towns = [language.FIRST_SYLLABLES[i] + language.SECOND_SYLLABLES[i] for i in range(40)]
+  pages = []
+  for i, (name, year) in enumerate(born.items()):
+    text = PAGE[rng.integers(2)].format(
+      n=name, y=year, p=("He", "She")[rng.integers(2)], v=towns[rng.integers(len(towns))]
+    )
+    pages.append(Passage(f"{seed}-{i}", name, text))
+  return People(seed, born, tuple(pages))
+
+
+def draw(book: People, calls: int, rng: np.random.Generator) -> tuple[str, tuple]:
+  """A question that needs so many calls: its kind, and the names and years in it."""
+  kinds = [kind for kind, (needed, _) in WORDING.items() if needed == calls]
+  kind = kinds[rng.integers(len(kinds))]
+  one, other = (book.names[i] for i in rng.integers(len(book.names), size=2))
+  early, late = sorted(int(year) for year in rng.integers(*YEARS, size=2))
+  if kind == "told":
+    return kind, (one, early)
+  if kind == "born":
+    return kind, (one,)
+  if kind == "between":
+    return kind, (early, late + 1)
+  if kind == "age":
+    return kind, (one, book.born[one] + int(rng.integers(1, 100)))
+  if book.born[one] == book.born[other]:
+    return draw(book, calls, rng)
+  return kind, tuple(sorted((one, other), key=book.born.get))
+
+
+def plan(kind: str, about: Sequence) -> list[str]:
+  """The calls that answer the question, `{0}`, `{1}` for what the ones before brought."""
+  return {
+    "told": [],
+    "born": [f"<search> {about[0]}</search>"],
+    "between": [f"<calculator>{about[-1]}-{about[0]}</calculator>"],
+    "age": [f"<search> {about[0]}</search>", f"<calculator>{about[-1]}-{{0}}</calculator>"],
+    "older": [
+      f"<search> {about[0]}</search>",
+      f"<search> {about[-1]}</search>",
+      "<calculator>{1}-{0}</calculator>",
+    ],
+  }[kind]
+
+
+def question(book: People, kind: str, about: Sequence, rng: np.random.Generator) -> Question:
+  calls, ways = WORDING[kind]
+  born = [book.born.get(one) for one in about]
+  first, last = about[0], about[-1]
+  answer = {
+    "told": lambda: last,
+    "born": lambda: born[0],
+    "between": lambda: last - first,
+    "age": lambda: last - born[0],
+    "older": lambda: born[1] - born[0],
+  }[kind]()
+  text = ways[rng.integers(2)].format(n=first, m=last, y=last if kind == "told" else first, z=last)
+  return Question(_id(book, kind, about), text, (str(answer),), "ages", calls)
+
+
+def _id(book: People, kind: str, about: Sequence) -> str:
+  return "/".join([f"ages-{book.seed}", kind, *(str(one).replace(" ", "_") for one in about)])
+
+
+def of_id(asked: Question) -> tuple[str, list]:
+  """The kind of a question and what it is about, from its id."""
+  _, kind, *about = asked.id.split("/")
+  return kind, [int(one) if one.isdigit() else one.replace("_", " ") for one in about]
+
+
+def _is_held_out(id: str) -> bool:
+  digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big") < HELD_OUT * 2**64
+
+
+def questions(
+  book: People, shares: Sequence[float], count: int, rng: np.random.Generator, *, held_out: bool
+) -> list[Question]:
+  """`count` questions with these shares of 0, 1, 2, 3 calls, distinct, from one side of the
+  split."""
+  asked = {}
+  for calls in spread(shares, count, rng):
+    while True:
+      kind, about = draw(book, calls, rng)
+      id = _id(book, kind, about)
+      if id not in asked and _is_held_out(id) == held_out:
+        break
+    asked[id] = question(book, kind, about, rng)
+  return list(asked.values())
+
+
+def make(config) -> Task:
+  shares = settings.read(QuestionSettings, config).hop_shares
+  made = settings.read(EncyclopediaConfig, config)
+  first, second = (people(made, seed) for seed in (config.seed, config.seed + SECOND_SEED))
+  topk = settings.read(SearchSettings, config).topk
+  tools = base.tools(
+    config,
+    {
+      "search": lambda: Search(retrievers.open_retriever(config, lambda: first.passages), topk),
+      "calculator": Calculator,
+    },
+  )
+
+  def held_out(count: int) -> Sets:
+    ask = lambda book: questions(
+      book, shares, count, generator(config.seed, 0, _HELD_OUT), held_out=True
+    )
+    return {
+      "held_out": (ask(first), tools),
+      "second_encyclopedia": (ask(second), _searching(tools, second, topk)),
+    }
+
+  task = Task(
+    tokenizer=base.from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
+    protocol=base.protocol(config, tools),
+    limits=base.limits(config),
+    tools=tools,
+    questions_at=lambda step: questions(
+      first,
+      shares,
+      config.data.questions_per_step,
+      generator(config.seed, step, _TRAINING),
+      held_out=False,
+    ),
+    held_out=held_out,
+    endless=True,
+    demonstrations=lambda step: play(step),
+  )
+  play = _demonstrations(config, task, made, topk)
+  return task
+
+
+def _searching(tools: base.Tools, book: People, topk: int) -> base.Tools:
+  """The tools with a search among other people in place of theirs."""
+  other = Timed(Search(BM25(book.passages), topk))
+  return tuple(other if tool.name == "search" else tool for tool in tools)
+
+
+def _demonstrations(config, task: Task, made: EncyclopediaConfig, topk: int) -> Callable:
+  """step -> scripted rollouts among other people, some of them at each step."""
+  w = config.warm_start
+
+  @functools.cache
+  def practice(number: int):
+    book = people(made, config.seed + base.PRACTICE_SEED + number)
+    return book, _searching(task.tools, book, topk)
+
+  def play(step: int):
+    book, tools = practice(step % w.encyclopedias)
+    shares, rng = config.data.hop_shares, generator(config.seed, step, _TRAINING)
+    asked = questions(book, shares, w.demonstrations_per_step, rng, held_out=False)
+    act = functools.partial(demonstrate, book=book, config=demonstration_config(config))
+    return script.collect(task, asked, act, seed=config.seed, step=step, tools=tools)
+
+  return play
+
+
+def check(config) -> None:
+  """Refuses settings out of their ranges."""
+  settings.read(EncyclopediaConfig, config)
+  settings.read(QuestionSettings, config)
+  if config.warm_start.num_steps:
+    demonstration_config(config)
+
+
+def demonstration_config(config) -> DemonstrationConfig:
+  """The script's settings, checked."""
+  return settings.read(DemonstrationConfig, config, max_turns=config.rollout.max_turns)
+
+
+def passages(config) -> tuple[Passage, ...]:
+  """The pages that the run searches."""
+  return people(settings.read(EncyclopediaConfig, config), config.seed).passages
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+  """For a policy that is built here."""
+  texts = [*PAGE, "He She", *(way for _, ways in WORDING.values() for way in ways)]
+  tools = ["search", "calculator"]
+  return numbers.build([*texts, *language.FIRST_SYLLABLES], tools, language.SECOND_SYLLABLES)
+
+
+def demonstrate(
+  asked: Question, rng: np.random.Generator, *, book: People, config: DemonstrationConfig
+) -> script.Script:
+  """Makes a number of calls drawn apart from the question, as the question's plan has them, then
+  answers with what the last one brought.
+
+  With too few it answers too early; with too many it goes on searching for somebody or calculating
+  with a number at hand. `wrong_relation` is the share of calls of the other tool.
+  """
+  kind, about = of_id(asked)
+  wanted, brought = plan(kind, about), []
+  for position in range(int(rng.choice(len(config.mixture), p=config.mixture))):
+    if rng.random() < config.invalid:
+      yield f" {about[0]}"
+      continue
+    call = wanted[position] if position < len(wanted) else _more(about, brought, book, rng)
+    call = call.format(*brought, *["0"] * 3)
+    if rng.random() < config.wrong_query:
+      call = _more(about, brought, book, rng)
+    fed = yield call
+    found = re.search(r"<information>(\d+)</information>|born in (\d+)", fed)
+    brought.append((found[1] or found[2]) if found else str(about[-1]))
+  if brought:
+    value = brought[-1]
+  else:  # by heart: right where the text tells it
+    value = about[-1] if kind in ("told", "between") else int(rng.integers(*YEARS))
+  yield f"<answer>{value}</answer>"
+
+
+def _more(about: Sequence, brought: list[str], book: People, rng: np.random.Generator) -> str:
+  """A call that nothing asks for."""
+  if rng.random() < 0.5:
+    named = [one for one in about if isinstance(one, str)]
+    name = named[rng.integers(len(named))] if named else book.names[rng.integers(len(book.names))]
+    return f"<search> {name}</search>"
+  at_hand = [*brought, *(str(one) for one in about if isinstance(one, int)), "1"]
+  one, other = (at_hand[i] for i in rng.integers(len(at_hand), size=2))
+  return f"<calculator>{one}{'+-'[rng.integers(2)]}{other}</calculator>"

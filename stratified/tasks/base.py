@@ -1,0 +1,174 @@
+"""A task: what is asked, what it is asked with, and what the answer is worth.
+
+A task of your own is a function `(config) -> Task`, named in the config as
+`task.name=module:function`; `limits`, `tools` and `protocol` below make its parts from the config.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import pathlib
+from typing import Any
+
+from stratified import config as settings
+from stratified import outside
+from stratified.agents import chat, tags, tool_calls
+from stratified.agents.baselines import named as methods
+from stratified.agents.limits import Limits
+from stratified.config import setting, Settings
+from stratified.data.tokenizer import Tokenizer
+from stratified.tools import base as tools_base
+from stratified.tools.base import Timed, Tool
+from stratified.tools.calculator import Calculator
+from stratified.types import Question, Trajectory
+
+PRACTICE_SEED = 2_000_003  # how far beyond the run's seed that of the demonstrations lies
+
+Tools = tuple[Tool, ...]
+Sets = dict[str, tuple[list[Question], Tools]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What an agent is trained on.
+
+  tokenizer: `encode`, `decode`, `eos_id`, `vocab_size`. protocol: what is fed and how text is read,
+  see agents/tags.py. limits: see agents/limits.py. tools: see tools/base.py.
+  questions_at: step -> the questions of that training step, a function of the step alone.
+  held_out: count -> {set: (questions, tools)}; one set is "held_out", which metrics speak of.
+  sets: the same of every question set by name, None where these are the held-out ones; count None
+    is all there are.
+  endless: whether held-out questions are made without end, so that a count is needed.
+  demonstrations: step -> finished rollouts [n][1] to imitate in the warm start; None where there is
+    no script.
+  reward: what a rollout is worth (see rewards.Reward) where `reward.name` is left as it is; None is
+    exact match.
+  """
+
+  tokenizer: Tokenizer
+  protocol: tags.Tags
+  limits: Limits
+  tools: Tools
+  questions_at: Callable[[int], list[Question]]
+  held_out: Callable[[int], Sets]
+  sets: Callable[[int | None], Sets] | None = None
+  endless: bool = False
+  demonstrations: Callable[[int], list[list[Trajectory]]] | None = None
+  reward: Callable | None = None
+
+  @property
+  def tool_names(self) -> tuple[str, ...]:
+    return tuple(tool.name for tool in self.tools)
+
+  @property
+  def seconds(self) -> float:
+    """Seconds that the tools have run."""
+    return sum(getattr(tool, "seconds", 0.0) for tool in self.tools)
+
+  @property
+  def manifest(self) -> dict[str, Any]:
+    """What is searched, {} where nothing is."""
+    return next((tool.manifest for tool in self.tools if tool.name == "search"), {})
+
+
+TAGS = {
+  "short": tags.short,
+  "search_r1": tags.search_r1,
+  "few_shot": tags.few_shot,
+} | methods.PROTOCOLS
+PROTOCOLS = (*TAGS, "tool_calls")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSettings(Settings):
+  """Which task."""
+
+  SECTION = "task"
+  name: str = setting(
+    "",
+    "encyclopedia, search_qa, arithmetic, ages, or module:function; empty is what data.name says",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings(Settings):
+  """What is asked."""
+
+  SECTION = "data"
+  name: str = setting(
+    "files",
+    "a generated encyclopedia, or files; task.name overrules it",
+    choices=["encyclopedia", "files"],
+  )
+  questions_per_step: int = setting(256, "questions of a step", low=1, affects=["training"])
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolSettings(Settings):
+  """Which tools."""
+
+  tools: str = setting(
+    "", "names with commas between them, each a tool or module:name; empty is the task's own"
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolSettings(Settings):
+  """How text becomes calls and answers."""
+
+  SECTION = "rollout"
+  protocol: str = setting("search_r1", "the protocol's name", choices=PROTOCOLS)
+  chat_template: bool = setting(False, "the prompt as a user message in the model's chat template")
+
+
+TOOLS = {"calculator": Calculator}  # those that need nothing of a task's
+
+
+def tools(config, own: Mapping[str, Callable[[], Tool]]) -> Tools:
+  """The tools of a run, each timed: the task's own, or those that `tools` names.
+
+  own: name -> a function that opens the tool. Raises ValueError, one sentence, for a name that is
+  none, or an object that is no tool.
+  """
+  names = [
+    name.strip() for name in settings.read(ToolSettings, config).tools.split(",") if name.strip()
+  ]
+  opened = []
+  for name in names or own:
+    if name in own:
+      opened.append(own[name]())
+    elif name in TOOLS:
+      opened.append(TOOLS[name]())
+    elif ":" in name:
+      found = outside.load("tools", name)
+      opened.append(found() if isinstance(found, type) else found)
+    else:
+      known = ", ".join({**own, **TOOLS})
+      raise ValueError(
+        f"tools names {name!r}, which is no tool of this task; choose from {known}, or your own "
+        "as module:name"
+      )
+  tools_base.check(opened)
+  return tuple(map(Timed, opened))
+
+
+def protocol(config, tools: Sequence[Tool | type[Tool]]):
+  """The protocol of `rollout.protocol` for these tools: tags in plain text or in the model's chat
+  template, or its native tool calls."""
+  name = config.rollout.protocol
+  if name == "tool_calls":
+    return tool_calls.tool_calls(
+      chat.load(config.policy.checkpoint), from_checkpoint(config), tools
+    )
+  render = chat.load(config.policy.checkpoint).user if config.rollout.chat_template else None
+  if name in methods.PROTOCOLS:  # they search, and call no other tool
+    return TAGS[name](render=render)
+  return TAGS[name](render=render, tools=[tool.name for tool in tools])
+
+
+def from_checkpoint(config) -> Tokenizer:
+  """The tokenizer of the model's directory."""
+  return Tokenizer.from_file(str(pathlib.Path(config.policy.checkpoint) / "tokenizer.json"))
+
+
+def limits(config, **changes) -> Limits:
+  return settings.read(Limits, config, **changes)

@@ -1,0 +1,34 @@
+"""Random draws that are functions of (seed, step, ...) alone, and shares held to within one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def generator(*key: int) -> np.random.Generator:
+  """A counter-based generator whose stream is a function of the key (seed, step, ...) alone."""
+  if min(key) < 0:
+    raise ValueError(
+      f"the random key {key} has a negative part: seeds, steps and samples count from 0"
+    )
+  return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def spread(shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
+  """`count` numbers 0, 1, ... with the given shares, in random order (systematic sampling)."""
+  points = (np.arange(count) + rng.random()) / count
+  edges = np.cumsum(shares)[:-1]
+  return rng.permutation(np.searchsorted(edges, points, side="right")).tolist()
+
+
+def check_mixture(mixture: Sequence[float], max_turns: int) -> None:
+  """Raises ValueError where the demonstrations' mixture is none, or asks for too many calls."""
+  if not mixture or min(mixture) < 0 or not abs(sum(mixture) - 1) < 1e-6:
+    raise ValueError(
+      f"warm_start.mixture={tuple(mixture)} must be shares of at least 0 that sum to 1"
+    )
+  if len(mixture) - 1 > max_turns:
+    raise ValueError(
+      f"warm_start.mixture={tuple(mixture)} asks for up to {len(mixture) - 1} calls, but "
+      f"rollout.max_turns is {max_turns}: shorten the mixture or raise max_turns"
+    )

@@ -1,0 +1,127 @@
+"""The generated encyclopedia as a task: questions of 0 to 3 hops, answered by searching its pages."""
+
+from collections.abc import Callable
+import functools
+
+from stratified import config as settings
+from stratified.agents import loop
+from stratified.data.tokenizer import Tokenizer
+from stratified.retrieval import retrievers
+from stratified.retrieval.bm25 import BM25
+from stratified.retrieval.corpus import Passage
+from stratified.tasks import base
+from stratified.tasks.base import Sets, Task
+from stratified.tasks.encyclopedia import pages, questions, vocabulary
+from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig, Demonstrator
+from stratified.tools.base import Timed
+from stratified.tools.search import Search, SearchSettings
+from stratified.types import Trajectory
+
+# How far beyond the run's seed that of the encyclopedia lies that training never sees.
+SECOND_SEED = 1_000_003
+
+
+def make(config) -> Task:
+  asked = settings.read(questions.QuestionSettings, config).hop_shares
+  made = settings.read(pages.EncyclopediaConfig, config)
+  first, second = (pages.make(made, seed) for seed in (config.seed, config.seed + SECOND_SEED))
+  topk = settings.read(SearchSettings, config).topk
+  open_search = lambda: Search(retrievers.open_retriever(config, lambda: first.passages), topk)
+  tools = base.tools(config, {"search": open_search})
+
+  def held_out(count: int) -> Sets:
+    ask = lambda book: questions.held_out_questions(
+      book, seed=config.seed, count=count, hop_shares=asked
+    )
+    # A server or an index holds the first encyclopedia alone.
+    return {
+      "held_out": (ask(first), tools),
+      "second_encyclopedia": (ask(second), _searching(tools, second, topk)),
+    }
+
+  task = Task(
+    tokenizer=base.from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
+    protocol=base.protocol(config, tools),
+    limits=base.limits(config),
+    tools=tools,
+    questions_at=lambda step: questions.training_questions(
+      first, seed=config.seed, step=step, count=config.data.questions_per_step, hop_shares=asked
+    ),
+    held_out=held_out,
+    endless=True,
+    demonstrations=lambda step: play(step),
+  )
+  play = _demonstrations(config, task, made, topk)
+  return task
+
+
+def check(config) -> None:
+  """Refuses settings out of their ranges."""
+  settings.read(pages.EncyclopediaConfig, config)
+  settings.read(questions.QuestionSettings, config)
+  if config.warm_start.num_steps:
+    demonstration_config(config)
+
+
+def tokenizer() -> Tokenizer:
+  """For a policy that is built here."""
+  return vocabulary.build()
+
+
+def passages(config) -> tuple[Passage, ...]:
+  """The pages that the run searches."""
+  return pages.make(settings.read(pages.EncyclopediaConfig, config), config.seed).passages
+
+
+def _searching(tools: base.Tools, book: pages.Encyclopedia, topk: int) -> base.Tools:
+  """The tools with a search of another encyclopedia in place of theirs."""
+  other = Timed(Search(BM25(book.passages), topk))
+  return tuple(other if tool.name == "search" else tool for tool in tools)
+
+
+def _demonstrations(
+  config, task: Task, made: pages.EncyclopediaConfig, topk: int
+) -> Callable[[int], list[list[Trajectory]]]:
+  """step -> scripted rollouts, one a question, through the agent loop.
+
+  They are set in practice encyclopedias of their own, taken in turn: the policy learns to search,
+  read and copy, and has no page of the world that it is trained and tested in to learn by heart.
+  Common knowledge is the same everywhere.
+  """
+
+  @functools.cache
+  def practice(number: int):
+    book = pages.make(made, config.seed + base.PRACTICE_SEED + number)
+    script = Demonstrator(
+      book, task.tokenizer, seed=config.seed, config=demonstration_config(config)
+    )
+    return book, _searching(task.tools, book, topk), script
+
+  def play(step: int) -> list[list[Trajectory]]:
+    w = config.warm_start
+    book, tools, script = practice(step % w.encyclopedias)
+    asked = questions.training_questions(
+      book,
+      seed=config.seed,
+      step=step,
+      count=w.demonstrations_per_step,
+      hop_shares=config.data.hop_shares,
+    )
+    script.begin(step, asked)
+    return loop.collect(
+      asked,
+      sampler=script,
+      tools=tools,
+      tokenizer=task.tokenizer,
+      protocol=task.protocol,
+      limits=task.limits,
+      samples_per_question=1,
+      step=step,
+    )
+
+  return play
+
+
+def demonstration_config(config) -> DemonstrationConfig:
+  """The script's settings, checked."""
+  return settings.read(DemonstrationConfig, config, max_turns=config.rollout.max_turns)

@@ -1,0 +1,62 @@
+"""Search as a tool: the queries of a round in one call of a retriever."""
+
+from collections.abc import Sequence
+import dataclasses
+
+from stratified.config import setting, Settings
+from stratified.retrieval.corpus import RetrieverError
+from stratified.tools.base import Result, ToolError
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSettings(Settings):
+  """How much a search brings."""
+
+  SECTION = "rollout"
+  topk: int = setting(3, "passages that a search brings for each query", low=1)
+
+
+class Search:
+  """Passages for queries in plain words.
+
+  retriever: `search(queries, topk) -> list[list[Passage]]`, one list a query. A RetrieverError in
+    place of a list loses the rollouts that asked this query, a raised one all of that round.
+  topk: passages per query.
+  """
+
+  name = "search"
+  description = "Searches an encyclopedia and returns the passages that fit each query best."
+  schema = {
+    "type": "object",
+    "properties": {
+      "query_list": {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Queries in plain words, each searched on its own.",
+      }
+    },
+    "required": ["query_list"],
+  }
+  aliases = ("query",)
+
+  def __init__(self, retriever, topk: int = SearchSettings.topk):
+    self.retriever, self.topk = retriever, topk
+
+  @property
+  def manifest(self) -> dict:
+    """What is searched, as the retriever says it; {} where it does not say."""
+    return getattr(self.retriever, "manifest", {})
+
+  def run(self, calls: Sequence[str]) -> list[Result | ToolError]:
+    try:
+      found = self.retriever.search(list(calls), self.topk)
+      if len(found) != len(calls):
+        raise RetrieverError(
+          f"the retriever returned {len(found)} results for {len(calls)} queries"
+        )
+    except RetrieverError as error:
+      raise ToolError(str(error)) from error
+    return [
+      ToolError(str(one)) if isinstance(one, RetrieverError) else Result(tuple(one))
+      for one in found
+    ]
