@@ -13,7 +13,7 @@ written as it comes, and table.md, table.tex, table.json: the same command again
 stopped one was.
 """
 
-import json
+import functools
 import pathlib
 import sys
 
@@ -22,11 +22,13 @@ import ml_collections
 from ml_collections import config_flags
 
 from stratified import files
-from stratified.evaluation import answers, runner, tables
+from stratified.agents import loop
+from stratified.evaluation import answers, paired, runner, tables
 from stratified.learner.weights import Weights
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, check, phases
+from stratified.runs import build, check, evaluations, phases
 from stratified.runs import samplers as servers
+from stratified.runs import workdir as workdirs
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.tasks import worlds
 
@@ -66,8 +68,8 @@ def main(_) -> None:
     check.check(config)
     limits = worlds.limits(config, forced_searches=_FORCED.value)
     world, count = worlds.world(config), _QUESTIONS.value or config.eval.questions
-    sets = runner.question_sets(config, world, _SETS.value, None if count < 0 else count)
-    runner.check_shared(sets, others)
+    sets = evaluations.question_sets(config, world, _SETS.value, None if count < 0 else count)
+    paired.check_shared({name: questions for name, (questions, _) in sets.items()}, others)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   phases.enable_compilation_cache()
@@ -77,7 +79,7 @@ def main(_) -> None:
   try:
     kept = answers.Answers(
       workdir / "evaluation" / _folder(step if stored else None, temperature),
-      runner.settings(
+      evaluations.settings(
         config, step=step, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value
       ),
     )
@@ -87,17 +89,21 @@ def main(_) -> None:
     with servers.samplers(config, mesh, model, world.tokenizer) as samplers:
       sampler = samplers[temperature == 0]
       sampler.load(params, runner.FIRST_STEP)
+      collect = functools.partial(
+        loop.collect,
+        sampler=sampler,
+        tokenizer=world.tokenizer,
+        protocol=world.protocol,
+        limits=limits,
+      )
       found = {
         name: runner.run(
-          kept,
           name,
           questions,
-          world=world,
-          retriever=retriever,
-          sampler=sampler,
-          limits=limits,
+          functools.partial(collect, retriever=retriever),
           samples=_SAMPLES.value,
-          stop=stop,
+          kept=kept,
+          stop=lambda: stop.asked,
         )
         for name, (questions, retriever) in sets.items()
       }
@@ -105,9 +111,9 @@ def main(_) -> None:
       workdir,
       kept.folder,
       step,
-      runner.row(label, found),
+      runner.table_row(label, found),
       [
-        (folder, runner.row(folder, _groups(theirs)), runner.paired(found, theirs))
+        (folder, _row_of(folder, theirs), paired.differences(found, theirs))
         for folder, theirs in others.items()
       ],
     )
@@ -128,10 +134,8 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
   print(text)
   files.write_atomic(folder / "table.md", text + "\n")
   files.write_atomic(folder / "table.tex", tables.latex(rows) + "\n")
-  paired = {name: tests for name, _, tests in others}
-  files.write_atomic(
-    folder / "table.json", json.dumps({"rows": rows, "paired": paired}, indent=2) + "\n"
-  )
+  found = {name: tests for name, _, tests in others}
+  files.write_json(folder / "table.json", {"rows": rows, "paired": found})
   scores = {"step": step, "sets": row["sets"], "average": row["average"]}
   if _FORCED.value is not None or _SAMPLES.value > 1 or _temperature_given():
     scores = {
@@ -152,15 +156,15 @@ def restore(config, workdir, mesh, model):
 
 def _config(workdir: pathlib.Path):
   """The config to evaluate with, and whether it is that of a run in the workdir."""
-  stored = workdir / "config.json"
-  if stored.exists():
-    return runner.for_evaluation(ml_collections.ConfigDict(files.read_object(stored))), True
+  stored = workdirs.config_of(workdir)
+  if stored is not None:
+    return evaluations.for_evaluation(ml_collections.ConfigDict(stored)), True
   if _CONFIG.value is None:
     raise ValueError(
       f"{workdir} holds no run (no config.json): train one there, or name a preset with "
       "--config=configs/search_r1.py:PRESET"
     )
-  return runner.for_evaluation(_CONFIG.value), False
+  return evaluations.for_evaluation(_CONFIG.value), False
 
 
 def _temperature(config) -> float:
@@ -194,21 +198,14 @@ def _folder(step: int | None, temperature: float) -> str:
 def _sets_of_step(workdir: pathlib.Path, step: int) -> dict:
   """The sets that evaluation.json knows of the same step: evaluating others must not forget
   them."""
-  path = workdir / "evaluation.json"
-  known = files.read_object(path) if path.exists() else {}
+  known = workdirs.evaluation_of(workdir)
   return known.get("sets", {}) if known.get("step") == step else {}
 
 
-def _groups(theirs: dict) -> dict[str, list[list[dict]]]:
-  """[Q][K] rows of another evaluation, by set."""
-  grouped = {}
-  for name, rows in theirs.items():
-    by_id = {}
-    for (id, _), one in sorted(rows.items()):
-      by_id.setdefault(id, []).append(one)
-    if by_id:
-      grouped[name] = list(by_id.values())
-  return grouped
+def _row_of(label: str, theirs: dict[str, answers.Rows]) -> dict:
+  """The row of another evaluation."""
+  sets = {name: answers.by_question(rows) for name, rows in theirs.items() if rows}
+  return runner.table_row(label, sets)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def plan(
     fields = {key: value for key, value in {**given, **point}.items() if key != "preset"}
     flags_ = [f"--config={file}" + f":{preset}" * bool(preset)]
     flags_ += [f"--config.{key}={_text(value)}" for key, value in fields.items()]
-    stored = files.flatten(json.loads(config.to_json()))
+    stored = files.flatten(files.parse(config.to_json()))
     jobs.append((Job(name, setting, folder / name, tuple(flags_), stored), config))
   return jobs
 
@@ -220,7 +220,7 @@ def write_table(jobs: Sequence[Job], folder: pathlib.Path) -> str:
   ):
     own = folder / f"{name}.{os.getpid()}"  # several indices may end at the same moment
     files.write_atomic(own, text)
-    os.replace(own, folder / name)
+    files.settle(own, folder / name)
   return comparison_page.as_markdown(made)
 
 

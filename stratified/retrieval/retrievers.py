@@ -2,11 +2,10 @@
 about."""
 
 from collections.abc import Callable, Sequence
-import json
 import os
 import pathlib
 
-from stratified.files import read_object, write_atomic
+from stratified import files
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.cache import Cached
 from stratified.retrieval.client import HttpRetriever
@@ -107,9 +106,9 @@ def check_same(workdir: pathlib.Path, retriever) -> None:
   Raises ValueError, naming what differs.
   """
   path, manifest = workdir / "retriever.json", getattr(retriever, "manifest", {})
-  now = json.loads(json.dumps(manifest))
+  now = files.plain(manifest)
   if path.exists():
-    before = read_object(path)
+    before = files.read_object(path)
     differ = [
       f"{key}: {before.get(key)} in the workdir, {now.get(key)} now"
       for key in sorted(before | now)
@@ -121,4 +120,4 @@ def check_same(workdir: pathlib.Path, retriever) -> None:
         f"({'; '.join(differ)}); "
         "use the index of the start, or a new --workdir"
       )
-  write_atomic(path, json.dumps(now, indent=2, sort_keys=True) + "\n")
+  files.write_json(path, now, sort_keys=True)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from stratified import files
 from stratified.policy import decoder, layers
 from stratified.policy import lora as adapters_
 from stratified.policy.files import hugging_face, safetensors
@@ -57,7 +58,7 @@ def save(
   partial = directory / f".{TENSORS}.partial"
   try:
     safetensors.write(partial, specs, tensors)
-    os.replace(partial, directory / TENSORS)
+    files.settle(partial, directory / TENSORS)
   finally:
     partial.unlink(missing_ok=True)
   text = json.dumps(adapter_config(lora, base), indent=2)

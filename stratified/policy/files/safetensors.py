@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from stratified.files import settle
+
 # safetensors' code of each dtype that is read, and of each that is written.
 DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 CODES = {jnp.dtype(value).name: code for code, value in DTYPES.items()}
@@ -109,7 +111,7 @@ def write_model(
     for path, group in zip(partial, groups, strict=True):
       write(path, group, itertools.islice(tensors, len(group)))
     for path, name in zip(partial, names):
-      os.replace(path, directory / name)
+      settle(path, directory / name)
   finally:
     for path in partial:
       path.unlink(missing_ok=True)
