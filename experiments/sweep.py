@@ -35,7 +35,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from stratified import files
-from stratified.reports import comparison_page
+from stratified.reports import comparison
 from stratified.runs import sweeps
 from stratified.runs import workdir as workdirs
 from stratified.runs.sweeps import Job
@@ -212,20 +212,20 @@ def write_table(jobs: Sequence[Job], folder: pathlib.Path) -> str:
   notes = [
     said for runs in groups.values() for run in runs if (said := workdirs.problem(run, None))
   ]
-  made = comparison_page.Comparison(groups, next(iter(groups)), None, notes)
+  made = comparison.Comparison(groups, next(iter(groups)), None, notes)
   folder.mkdir(parents=True, exist_ok=True)
   for name, text in (
-    ("sweep.md", comparison_page.as_markdown(made)),
-    ("sweep.json", json.dumps(comparison_page.as_json(made), indent=2) + "\n"),
+    ("sweep.md", comparison.as_markdown(made)),
+    ("sweep.json", json.dumps(comparison.as_json(made), indent=2) + "\n"),
   ):
     own = folder / f"{name}.{os.getpid()}"  # several indices may end at the same moment
     files.write_atomic(own, text)
     files.settle(own, folder / name)
-  return comparison_page.as_markdown(made)
+  return comparison.as_markdown(made)
 
 
 def listing(jobs: Sequence[Job]) -> str:
-  return comparison_page.markdown(
+  return comparison.markdown(
     [["index", "run", "where it stands"]]
     + [[str(i), job.name, sweeps.where(job)] for i, job in enumerate(jobs)]
   )

@@ -1,8 +1,11 @@
-"""Files from the network: resumed where a download broke off, and checked before they get their
-name.
+"""Downloads files: goes on where a download broke off, and verifies a file before it gets its name.
 
-Checked is whatever is known: the size, a SHA-256 that the caller gives, and the hashes that Hugging
-Face's hub sends in its headers (SHA-256 of large files, git's blob hash of small ones).
+Verifies what is known of a file: its size, a SHA-256 that the caller gives, and the hashes that
+Hugging Face's hub sends in its headers (SHA-256 of large files, git's blob hash of small ones).
+
+Written out because the sources are any http address (dataset servers, mirrors, one's own), which
+huggingface_hub does not fetch, and files of several GB, which pooch starts again from the first
+byte when a connection breaks.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ The loop knows neither the config nor the processes of a run. Both stand in the 
 given: `agents.loop.collect` with sampler, tools, tokenizer, protocol and limits filled in, and
 with several processes each one's share exchanged:
 
-    lambda questions, **asked: processes.exchange(collect_my_share(questions, **asked), len(questions))
+    lambda questions, **how: processes.exchange(my_share(questions, **how), len(questions))
 """
 
 from collections.abc import Callable, Mapping, Sequence

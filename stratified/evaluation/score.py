@@ -46,8 +46,8 @@ def summarise(
   Returns {"count", "failed", "exact_match", "exact_match_error", "f1", "searches_mean",
   "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the error is the standard error of the
   mean over questions. Means of nothing are None. With several rollouts a question also
-  "exact_match_any", the share of questions that at least one of them answered; `with_intervals` also
-  "exact_match_interval" and "f1_interval", the 95 % intervals over questions.
+  "exact_match_any", the share of questions that at least one of them answered; `with_intervals`
+  also "exact_match_interval" and "f1_interval", the 95 % intervals over questions.
   """
   result = _means(groups, with_intervals)
   known = sorted({row["hops"] for group in groups for row in group if row["hops"] is not None})

@@ -1,5 +1,4 @@
-"""Reads workdirs: what a run's files hold, how runs are found and named, and grouped by what differs
-in them.
+"""Reads workdirs: what a run's files hold, how runs are found, named, and grouped by what differs.
 
     config.json                       the run's config
     metrics.jsonl                     a row a step, and rows of evaluations and of the warm start
