@@ -158,6 +158,6 @@ def test_intervals_of_means_are_students_and_welchs():
   half = 4.302653 * math.sqrt(7 / 3) / math.sqrt(3)
   assert intervals.mean_interval([1, 2, 4]) == pytest.approx((7 / 3 - half, 7 / 3 + half))
   assert intervals.mean_interval([0.3]) is None
-  assert intervals.mean_interval([0.1, 0.1, 0.1]) == (0.1, 0.1)
+  assert intervals.mean_interval([0.1, 0.1, 0.1]) == pytest.approx((0.1, 0.1))
   assert intervals.difference_interval([1.0], [2.0, 3.0]) is None
-  assert intervals.difference_interval([1.0, 1.0], [2.0, 2.0]) == (-1.0, -1.0)
+  assert intervals.difference_interval([1.0, 1.0], [2.0, 2.0]) == pytest.approx((-1.0, -1.0))

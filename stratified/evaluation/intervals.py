@@ -52,8 +52,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
   values = np.asarray(values, np.float64)
   if len(values) < 2:
     return None
-  if np.ptp(values) == 0:
-    return float(values[0]), float(values[0])
+  if _is_constant(values):
+    return (float(values.mean()),) * 2
   found = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
   return float(found.low), float(found.high)
 
@@ -65,8 +65,8 @@ def difference_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, 
 
   if min(len(a), len(b)) < 2:
     return None
-  if np.ptp(a) == 0 and np.ptp(b) == 0:
-    return (float(a[0] - b[0]),) * 2
+  if _is_constant(a) and _is_constant(b):
+    return (float(np.mean(a) - np.mean(b)),) * 2
   found = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
   return float(found.low), float(found.high)
 
@@ -174,6 +174,11 @@ def _resampled(
 
 def _is_binary(values: np.ndarray) -> bool:
   return bool(np.isin(values, (0.0, 1.0)).all())
+
+
+def _is_constant(values: Sequence[float]) -> bool:
+  """Whether values differ by rounding alone; scipy warns of what it makes of those."""
+  return float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max())
 
 
 def _average(arrays: Mapping[str, np.ndarray]) -> float:

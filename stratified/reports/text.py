@@ -12,7 +12,7 @@ from markupsafe import escape, Markup
 from stratified.progress import duration
 
 LONGEST = 2_000  # characters shown of a text that nobody bounded
-_MOST_CODES = 100  # characters of a text that are shown by their code
+_MOST_CODES = 50  # characters of a text that are shown by their code
 _KEPT = "\n\t\u200c\u200d"  # invisible, but part of how scripts are written
 _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp", "Co")
 _SECRET = re.compile(r"(?<=://)[^/@\s]*@")
@@ -36,7 +36,7 @@ def visible(value: Any, longest: int = LONGEST) -> Markup:
   """Escaped text in which characters that hide or reorder others are shown by their code.
 
   Directional overrides can make a passage read as something else, and reach beyond it. A row of the
-  same character is shown once, with its number; after the first 100 codes of a text each is �.
+  same character is shown once, with its number; after the first 50 codes of a text each is �.
   """
   if isinstance(value, Markup):
     return value

@@ -23,7 +23,7 @@ _INSIDE = re.compile(rf"(&lt;({'|'.join(_CALLS)}|answer)&gt;)(.*?)(?=&lt;/\2&gt;
 _TITLE = re.compile(r"Doc \d+\(Title: (.{1,100}?)\)(?=\s|$)")
 # What is shown of a rollout: characters of all its segments together, segments, calls of a turn,
 # results of a call.
-_MOST_TEXT, _MOST_SEGMENTS, _MOST_CALLS, _MOST_RESULTS = 20_000, 60, 8, 5
+_MOST_TEXT, _MOST_SEGMENTS, _MOST_CALLS, _MOST_RESULTS = 20_000, 40, 8, 5
 _LEAST_TEXT = 100  # characters of a segment that are shown also when all room is taken
 _SHORT = 240  # an observation up to here is shown open
 
@@ -146,11 +146,12 @@ def _segments(record: Record) -> tuple[list[dict[str, Any]], int]:
     origin = segment.get("origin")
     if origin == "policy":
       calls = calls_of(next(turns, None))
+    most = _MOST_CALLS if room > _LEAST_TEXT else 1
     made = {
       "origin": origin if origin in ("policy", "prompt") else "observation",
       "size": f"{segment['tokens']} tokens" if is_number(segment.get("tokens")) else "",
       "text": highlighted(visible(text, room), origin == "policy", succeeded(record)),
-      "calls": [_call(call, room) for call in calls[:_MOST_CALLS]] if origin == "policy" else [],
+      "calls": [_call(call, room) for call in calls[:most]] if origin == "policy" else [],
       "summary": "",
       "is_open": False,
     }
@@ -177,7 +178,7 @@ def _size(call: Mapping[str, str]) -> int:
 
 def _call(call: Mapping[str, Any], room: int) -> dict[str, str]:
   results, most = call["results"], min(300, room)
-  told = ", ".join(cut(result, min(120, most)) for result in results[:_MOST_RESULTS])
+  told = cut(", ".join(cut(result, 120) for result in results[:_MOST_RESULTS]), most)
   told += f" and {len(results) - _MOST_RESULTS} more" * (len(results) > _MOST_RESULTS)
   return {
     "tool": cut(call["tool"], 40),
