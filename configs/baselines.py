@@ -17,8 +17,6 @@ weights, `smollm2` if none is named, and are evaluated as they stand:
     --workdir=runs/rag_3b
 """
 
-import ml_collections
-
 from configs import search_r1
 
 # Method -> the config fields in which it differs from the preset.
@@ -66,7 +64,7 @@ INFERENCE = {
 }
 
 
-def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
+def get_config(method: str = "grpo"):
   name, _, preset = method.partition(":")
   if name in INFERENCE:
     return _inference(name, preset or "smollm2")
@@ -76,28 +74,19 @@ def get_config(method: str = "grpo") -> ml_collections.ConfigDict:
       "as in configs/baselines.py:grpo or configs/baselines.py:grpo:instruct"
     )
   config = search_r1.get_config(preset or "tiny")
-  for key, value in METHODS[name].items():
-    _set(config, key, value)
+  config.update_from_flattened_dict(METHODS[name])
   if name == "annealed":
     config.advantage.alpha_steps = config.get_ref("num_steps")  # follows --config.num_steps
   return config
 
 
-def _inference(name: str, preset: str) -> ml_collections.ConfigDict:
+def _inference(name: str, preset: str):
   config = search_r1.get_config(preset)
   few_shot = config.rollout.protocol == "few_shot"
-  for key, value in INFERENCE[name].items():
-    _set(config, key, value)
+  config.update_from_flattened_dict(INFERENCE[name])
   if few_shot:
     config.rollout.protocol += "_few_shot"
   return config
-
-
-def _set(config, key: str, value) -> None:
-  *path, last = key.split(".")
-  for part in path:
-    config = config[part]
-  config[last] = value
 
 
 def sweep_table(add):

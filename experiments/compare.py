@@ -14,9 +14,10 @@ and comparison.svg, the first figure alone.
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from stratified.reports import comparison, comparison_page
+from stratified.runs import command_line
 
 _OUT = flags.DEFINE_string("out", "comparison", "The folder that the comparison is written to.")
 _REFERENCE = flags.DEFINE_string(
@@ -38,4 +39,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main, words=True)

@@ -23,7 +23,7 @@ import pathlib
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 
 _LIBTPU = pathlib.Path(__file__).parents[1] / ".cache" / "libtpu"
 _CPU = next(
@@ -49,9 +49,9 @@ from ml_collections import config_flags
 
 from stratified.planning import compiled, costs
 from stratified.policy import sizes
-from stratified.runs import build, check
+from stratified.runs import build, command_line
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/search_r1.py:base", "The run.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The run.")
 _TOPOLOGY = flags.DEFINE_string(
   "topology", "v5e:4x4", "KIND:GRID with KIND v5e, v5p or v6e, such as v5e:4x4; or cpu:N."
 )
@@ -111,12 +111,12 @@ def main(_) -> None:
   config, start = _CONFIG.value, time.perf_counter()
   try:
     devices, platform, device = devices_of(_TOPOLOGY.value)
-    check.check_settings(config)
+    build.check_settings(config)
     model = decoder_of(config, platform)
     if _LAYERS.value:
       model = dataclasses.replace(model, num_layers=_LAYERS.value)
-    plan = compiled.Plan(config, model, devices, device, _TOKENS.value)
-    plan.check()
+    run = build.assemble(config, build.mesh_of(config, devices), model)
+    plan = compiled.Plan(run, device, _TOKENS.value)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   if _LAYERS.value:
@@ -138,4 +138,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main, config="configs/search_r1.py:base")

@@ -17,16 +17,16 @@ import functools
 import pathlib
 import sys
 
-from absl import app, flags
-import ml_collections
+from absl import flags
 from ml_collections import config_flags
 
 from stratified import files
 from stratified.agents import loop
+from stratified.config import unaffected
 from stratified.evaluation import answers, paired, runner, tables
 from stratified.learner.weights import Weights
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, check, evaluations, phases
+from stratified.runs import build, command_line, evaluations, phases, settings
 from stratified.runs import samplers as servers
 from stratified.runs import workdir as workdirs
 from stratified.sampling.sglang.errors import SamplerError
@@ -65,16 +65,16 @@ def main(_) -> None:
     config, stored = _config(workdir)
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
-    check.check(config)
+    made = build.build(config)
     limits = worlds.limits(config, forced_searches=_FORCED.value)
-    world, count = worlds.world(config), _QUESTIONS.value or config.eval.questions
+    world, count = made.world, _QUESTIONS.value or config.eval.questions
     sets = evaluations.question_sets(config, world, _SETS.value, None if count < 0 else count)
     paired.check_shared({name: questions for name, (questions, _) in sets.items()}, others)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   phases.enable_compilation_cache()
-  model, mesh = build.model_config(config), build.mesh_of(config)
-  step, params = restore(config, workdir, mesh, model) if stored else (0, None)
+  model, mesh = made.model, made.mesh
+  step, params = restore(made, workdir) if stored else (0, None)
   label = _LABEL.value or workdir.name + (f", step {step}" if stored else "")
   try:
     kept = answers.Answers(
@@ -122,7 +122,9 @@ def main(_) -> None:
   except (RetrieverDown, SamplerError) as error:
     sys.exit(f"{error}; the answers so far are in {kept.folder}")
   except runner.Stopped:
-    sys.exit(f"stopped; the answers so far are in {kept.folder}, the same command goes on")
+    said = f"stopped; the answers so far are in {kept.folder}, the same command goes on"
+    print(said, file=sys.stderr)
+    sys.exit(command_line.INTERRUPTED if stop.interrupted else 1)
 
 
 def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, others: list) -> None:
@@ -148,23 +150,45 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
   phases.record(workdir, scores)
 
 
-def restore(config, workdir, mesh, model):
+def restore(made: build.Run, workdir):
   """(step, parameters) of the newest checkpoint, (0, None) where nothing has been saved yet."""
-  found = Weights(config, mesh, model, build.optimizer(config)).restore_policy(workdir)
+  weights = Weights(made.config, made.mesh, made.model, made.optimizer)
+  found = weights.restore_policy(workdir)
   return (found[1], found[0]) if found else (0, None)
 
 
 def _config(workdir: pathlib.Path):
   """The config to evaluate with, and whether it is that of a run in the workdir."""
-  stored = workdirs.config_of(workdir)
-  if stored is not None:
-    return evaluations.for_evaluation(ml_collections.ConfigDict(stored)), True
+  stored = workdir / "config.json"
+  if stored.exists():
+    return evaluations.for_evaluation(_stored_config(stored)), True
   if _CONFIG.value is None:
     raise ValueError(
       f"{workdir} holds no run (no config.json): train one there, or name a preset with "
       "--config=configs/search_r1.py:PRESET"
     )
   return evaluations.for_evaluation(_CONFIG.value), False
+
+
+def _stored_config(path: pathlib.Path):
+  """A run's config, with what the command line says of it.
+
+  Raises ValueError for a preset, and for a field that changes what the policy answers: the answers
+  would be those of another run.
+  """
+  config = settings.read_workdir(path.parent)
+  if _CONFIG.value is None:
+    return config
+  given = config_flags.get_override_values(flags.FLAGS["config"])
+  may = unaffected(settings.rules(), "answers")
+  fixed = [name for name in given if name not in may]
+  if fixed:
+    raise ValueError(
+      f"--config.{fixed[0]} can't be changed for the run in {path.parent}: its answers would be "
+      "those of another run; leave it out, or evaluate another --workdir"
+    )
+  config.update_from_flattened_dict(given)
+  return config
 
 
 def _temperature(config) -> float:
@@ -209,4 +233,4 @@ def _row_of(label: str, theirs: dict[str, answers.Rows]) -> dict:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

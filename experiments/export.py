@@ -18,18 +18,17 @@ import pathlib
 import shutil
 import sys
 
-from absl import app, flags
+from absl import flags
 import jax
 import jax.numpy as jnp
-import ml_collections
 from ml_collections import config_flags
 
-from stratified import files
+from stratified import config as configs
 from stratified.data import tokenizer as tokenizers
 from stratified.learner.weights import Weights
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face, peft, safetensors
-from stratified.runs import build
+from stratified.runs import build, command_line, settings
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "The preset, where there is no --workdir."
@@ -71,12 +70,11 @@ def export(
   if dtype is not None:
     safetensors.check_dtypes([dtype])
   # One device: the weights pass through the host one by one, whatever mesh they were trained on.
-  config = ml_collections.ConfigDict(
-    config.to_dict() | {"mesh": {"data": 1, "fsdp": 1, "tensor": 1}}
-  )
-  weights = Weights(
-    config, build.mesh_of(config), build.model_config(config), build.optimizer(config)
-  )
+  config = config.copy_and_resolve_references()
+  config.mesh.update(data=1, fsdp=1, tensor=1)
+  configs.check_all(config, settings.rules())
+  made = build.assemble(config, build.mesh_of(config), build.model_config(config))
+  weights = Weights(config, made.mesh, made.model, made.optimizer)
   if adapters and (weights.adapter is None or workdir is None):
     raise ValueError(
       "--adapters: there are none, since "
@@ -238,7 +236,7 @@ def main(_) -> None:
     if workdir is None:
       config = _CONFIG.value
     elif (workdir / "config.json").is_file():
-      config = ml_collections.ConfigDict(files.read_object(workdir / "config.json"))
+      config = settings.read_workdir(workdir)
     else:
       raise ValueError(f"{workdir} holds no run (no config.json)")
     output = pathlib.Path(_OUTPUT.value)
@@ -260,4 +258,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

@@ -19,11 +19,12 @@ import os
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from stratified.data import download, duplicates, formats, prepare
 from stratified.data import manifest as manifests
 from stratified.progress import Progress
+from stratified.runs import command_line
 
 _OUT = flags.DEFINE_string("out", "data", "The folder to write.")
 _TRAIN = flags.DEFINE_multi_string(
@@ -401,4 +402,4 @@ def _told(manifest: dict, report: duplicates.Report | None, out: pathlib.Path) -
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

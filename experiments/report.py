@@ -6,18 +6,17 @@ python experiments/report.py --workdir=/tmp/run --picture=docs/run.svg
 
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from stratified import files
 from stratified.reports import run_page
+from stratified.runs import command_line
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
 _PICTURE = flags.DEFINE_string("picture", None, "Write this SVG file instead of report.html.")
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f"{argv[1]} is no flag: the run's folder goes into --workdir")
+def main(_) -> None:
   try:
     if _PICTURE.value:
       files.write_atomic(_PICTURE.value, run_page.picture(_WORKDIR.value))
@@ -29,4 +28,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

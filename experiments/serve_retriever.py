@@ -18,12 +18,13 @@ import os
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from stratified.retrieval import retrievers, server, wire
 from stratified.retrieval.cache import Cached
 from stratified.retrieval.corpus import read_corpus
+from stratified.runs import command_line
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A run's config, whose passages are served."
@@ -125,4 +126,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

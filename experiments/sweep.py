@@ -31,18 +31,18 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from stratified import files
+from stratified.config import allowed, suggestion
 from stratified.reports import comparison
-from stratified.runs import sweeps
+from stratified.runs import command_line, sweeps
+from stratified.runs import settings as run_settings
 from stratified.runs import workdir as workdirs
 from stratified.runs.sweeps import Job
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", "configs/search_r1.py:tiny", "What the runs have in common."
-)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What the runs have in common.")
 _SWEEP = flags.DEFINE_list(
   "sweep", None, "Which sweeps of the config's file to cross, e.g. alpha or alpha,strata."
 )
@@ -163,9 +163,18 @@ def configure(module: ModuleType, argument: str | None, changes: Changes):
   for key, value in changes.items():
     try:
       config.update_from_flattened_dict({key: value})
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-      raise ValueError(f"{key}={value!r} does not fit the config: {error}") from error
+    except (KeyError, AttributeError) as error:
+      near = suggestion(key, run_settings.rules())
+      raise ValueError(f"{key} is no field of a config{near}") from error
+    except (TypeError, ValueError) as error:
+      raise ValueError(_misfit(key, value)) from error
   return config, argument
+
+
+def _misfit(key: str, value: Any) -> str:
+  rule = run_settings.rules().get(key)
+  words = f"must be {allowed(rule)}" if rule else "does not fit the config"
+  return f"{key}={value!r} {words}"
 
 
 def plan(
@@ -233,14 +242,12 @@ def listing(jobs: Sequence[Job]) -> str:
 
 def check(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
   """What experiments/train.py would refuse, before any run is started."""
-  from stratified.runs import (
-    check,  # it loads JAX, which the sweep itself must not: the device is the runs'
-  )
+  from stratified.runs import build  # it asks for devices, which are the runs' otherwise
 
   refused = []
   for job, config in jobs:
     try:
-      check.check(config)
+      build.build(config, world=False)
     except (ValueError, FileNotFoundError) as error:
       refused.append(f"{job.name}: {error}")
   return refused
@@ -277,9 +284,11 @@ def main(_) -> None:
   print(f"\n{write_table(every, folder)}\ntable: {folder / 'sweep.md'}", flush=True)
   if relay.asked:
     print("stopped; the same command goes on", flush=True)
+  if relay.interrupted:
+    sys.exit(command_line.INTERRUPTED)
   if failed:
     sys.exit("\n".join(f"{name} {why}" for name, why in failed.items()))
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main, config="configs/search_r1.py:tiny")

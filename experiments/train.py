@@ -14,12 +14,11 @@ of them see:
                                                               so on
 """
 
-import json
 import pathlib
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 import jax
 from ml_collections import config_flags
 import numpy as np
@@ -32,16 +31,17 @@ from stratified.progress import Progress
 from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, check, phases, samplers
+from stratified.runs import build, command_line, explain, phases, samplers, settings
 from stratified.runs import writer as metrics
 from stratified.runs.checkpoint import check_config, Checkpointer
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.tasks import worlds
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", "configs/search_r1.py:tiny", "What to train, and how."
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to train, and how.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go.")
+_EXPLAIN = command_line.define_choice(
+  "explain", "text", ["text", "markdown"], "Print every field of the config, and do nothing."
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go.", required=True)
 
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that train together.", lower_bound=1)
 _PROCESS = flags.DEFINE_integer("process", 0, "Which of them this is.", lower_bound=0)
@@ -51,14 +51,11 @@ WARM_START_EVERY = 200  # steps between the warm start's own checkpoints
 MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
 
 
-def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop) -> None:
+def train(made: build.Run, workdir: pathlib.Path, stop: phases.Stop) -> None:
   ###  The parts  ###
-  mesh = build.mesh_of(config)
-  model, assign = build.model_config(config), build.partition(config)
-  optimizer = build.optimizer(config)
-  weights = Weights(config, mesh, model, optimizer)
-  packing = build.packing(config, mesh)
-  learn = build.reinforcement_update(config, mesh, model, optimizer, assign.num_strata)
+  config, mesh, model, world = made.config, made.mesh, made.model, made.world
+  assign, packing, learn = made.partition, made.packing, made.learn
+  weights = Weights(config, mesh, model, made.optimizer)
 
   with (
     samplers.samplers(config, mesh, model, world.tokenizer) as (sampler, judge),
@@ -81,7 +78,9 @@ def train(config, workdir: pathlib.Path, world: worlds.World, stop: phases.Stop)
         say(f"going on from step {step} of {config.num_steps}", flush=True)
       else:
         if config.warm_start.num_steps:
-          params = phases.warm_start(config, mesh, world, model, writer, warm_checkpointer, stop)
+          params = phases.warm_start(
+            config, mesh, world, model, made.warm_optimizer, writer, warm_checkpointer, stop
+          )
         else:
           params = build.initial_params(config, model, mesh, dtype=weights.start_dtype)
         if stop.asked:
@@ -174,7 +173,12 @@ def say(text: str, **options) -> None:
 
 
 def main(_) -> None:
-  config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+  config = _CONFIG.value
+  if _EXPLAIN.value:
+    print({"text": explain.text, "markdown": explain.markdown}[_EXPLAIN.value](config), end="")
+    return
+  if _WORKDIR.value is None:
+    command_line.refuse("--workdir is missing: where the run's files go, such as runs/tiny")
   if _PROCESSES.value > 1:
     try:
       processes.start(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
@@ -182,26 +186,26 @@ def main(_) -> None:
       sys.exit(f"{error}")
   stop = phases.Stop()
   try:
-    run(config, workdir, stop)
+    run(config, pathlib.Path(_WORKDIR.value), stop)
   except BaseException as error:
     processes.leave(error)
     raise
+  if stop.interrupted:
+    sys.exit(command_line.INTERRUPTED)
 
 
 def run(config, workdir: pathlib.Path, stop: phases.Stop) -> None:
   try:
-    # ##  Before any work, and before the workdir belongs to this config: everything that can be
-    # refused  ###
-    check.check(config)
-    world = worlds.world(config)
-    world.held_out(config.eval.questions)
+    # Before any work, and before the workdir belongs to this config: everything that can be
+    # refused.
+    made = build.build(config)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   try:
 
     def claim():
-      check_config(workdir, json.loads(config.to_json()))
-      retrievers.check_same(workdir, world.retriever)
+      check_config(workdir, made.workdir_config, settings.rules())
+      retrievers.check_same(workdir, made.world.retriever)
 
     processes.first_then_all(claim, "workdir")
   except ValueError as error:
@@ -210,10 +214,10 @@ def run(config, workdir: pathlib.Path, stop: phases.Stop) -> None:
     sys.exit(f"--workdir={workdir} can't be used as a folder to write to: {error}")
   phases.enable_compilation_cache()
   try:
-    train(config, workdir, world, stop)
+    train(made, workdir, stop)
   except (RetrieverDown, SamplerError, scoring.AllLost, phases.Diverged) as error:
     sys.exit(f"{error}")
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main, config="configs/search_r1.py:tiny")

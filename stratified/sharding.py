@@ -6,12 +6,15 @@ where it changes.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import math
 
 import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+
+from stratified.config import setting, Settings
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -29,6 +32,20 @@ RULES = {
   "position": None,
   None: None,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings(Settings):
+  """How many devices each axis of the mesh has."""
+
+  SECTION = "mesh"
+  data: int = setting(1, "replicas; -1 is what is left", low=-1, affects=["rounding"])
+  fsdp: int = setting(
+    -1, "devices that parameters and rows are split over", low=-1, affects=["rounding"]
+  )
+  tensor: int = setting(
+    1, "devices that heads, MLP and vocabulary are split over", low=-1, affects=["rounding"]
+  )
 
 
 def make_mesh(

@@ -21,7 +21,7 @@ from stratified.agents import loop, tags
 from stratified.agents.limits import Limits
 from stratified.evaluation import answers, paired, runner
 from stratified.retrieval.corpus import Passage
-from stratified.runs import check, evaluations
+from stratified.runs import build, evaluations
 from stratified.tasks import worlds
 from stratified.types import Question
 
@@ -358,7 +358,7 @@ def test_what_a_method_cannot_do_is_refused(changes, message):
   config = search_r1.get_config("tiny")
   config.update_from_flattened_dict(changes)
   with pytest.raises(ValueError) as error:
-    check.check(config)
+    build.build(config, world=False)
   assert message in str(error.value)
 
 
@@ -380,6 +380,7 @@ TINY = {
   "policy.mlp_width": 16,
   "policy.unroll": 1,
   "data.entities": 60,
+  "eval.questions": 24,
   "rollout.max_tokens": 128,
   "packing.row_length": 128,
   "packing.rows": 2,

@@ -55,7 +55,8 @@ def demonstrations(count):
   questions."""
   config = paired_timing.config_of("tiny")
   config.warm_start.demonstrations_per_step, config.warm_start.context_weight = count, 0.0
-  batch = worlds.demonstration_batches(config, worlds.world(config))(0)
+  shape = build.packing(config, build.mesh_of(config), count)
+  batch = worlds.demonstration_batches(config, worlds.world(config), shape)(0)
   used = batch.segment_art > 0
   of = lambda i: used & (batch.trajectory_art == i)
   return [(batch.token_art[of(i)], batch.loss_mask_art[of(i)] > 0) for i in range(count)]

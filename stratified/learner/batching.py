@@ -11,7 +11,25 @@ import dataclasses
 import numpy as np
 
 from stratified import sharding
+from stratified.config import setting, Settings
 from stratified.types import Batch, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class PackingSettings(Settings):
+  """The rows that rollouts are packed into."""
+
+  SECTION = "packing"
+  row_length: int = setting(
+    4096, "tokens of a packed row", low=2, affects=["training", "warm_start"]
+  )
+  rows: int = setting(
+    0,
+    "packed rows of a micro-batch over all devices; 0 is one for each part that the mesh splits "
+    "rows into",
+    low=0,
+    affects=["training", "warm_start"],
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from stratified import sharding
 from stratified.learner import batching, update
 from stratified.planning import costs, hlo
 from stratified.policy import decoder, layers
-from stratified.runs import build, check
+from stratified.runs import build, samplers
 from stratified.sampling import in_process, lane_programs
 from stratified.types import Batch
 
@@ -24,20 +24,32 @@ class Plan:
   """A run on given devices. device: what a chip can do, None on CPU. tokens: of a rollout on
   average."""
 
-  config: Any
-  model: decoder.DecoderConfig
-  devices: Any
+  run: build.Run
   device: costs.Device | None
   tokens: float
 
-  @property
-  def mesh(self):
-    m = self.config.mesh
-    return sharding.make_mesh(m.data, m.fsdp, m.tensor, devices=self.devices)
+  def __post_init__(self):
+    if self.tokens > self.config.rollout.max_tokens:
+      raise ValueError(
+        f"--tokens={self.tokens:g} is more than "
+        f"rollout.max_tokens={self.config.rollout.max_tokens}, the most that a rollout can have"
+      )
 
   @property
-  def packing(self):
-    return build.packing(self.config, self.mesh)
+  def config(self):
+    return self.run.config
+
+  @property
+  def model(self) -> decoder.DecoderConfig:
+    return self.run.model
+
+  @property
+  def mesh(self):
+    return self.run.mesh
+
+  @property
+  def packing(self) -> batching.Packing:
+    return self.run.packing
 
   @property
   def rollouts(self) -> int:
@@ -48,18 +60,6 @@ class Plan:
     """Micro-batches of an average step."""
     return math.ceil(self.rollouts * self.tokens / (FULL * self.packing.rows * self.packing.length))
 
-  def check(self) -> None:
-    """Raises ValueError, in one sentence, for what could not run, before anything is compiled."""
-    check.check_settings(self.config)
-    build.check_split(self.config, self.mesh, self.model)
-    check.check_adapter(self.config, self.model)
-    if self.tokens > self.config.rollout.max_tokens:
-      raise ValueError(
-        f"--tokens={self.tokens:g} is more than "
-        f"rollout.max_tokens={self.config.rollout.max_tokens}, the most that a "
-        "rollout can have"
-      )
-
 
 def state_of(plan: Plan):
   """The training state as it lies between updates: shapes, dtypes, shardings."""
@@ -67,14 +67,14 @@ def state_of(plan: Plan):
   state = update.abstract_state(
     plan.mesh,
     plan.model,
-    build.optimizer(config),
+    plan.run.optimizer,
     with_reference=True,
     adapter=adapter,
     host=build.host_parts(config),
   )
   if adapter:  # a checkpoint holds only a fingerprint of the frozen weights
     frozen = update.abstract_state(
-      plan.mesh, plan.model, build.optimizer(config), with_reference=False
+      plan.mesh, plan.model, plan.run.optimizer, with_reference=False
     ).params
     state = state._replace(
       reference={
@@ -124,11 +124,7 @@ def local_bytes(tree) -> int:
 
 
 def compile_update(plan: Plan):
-  config = plan.config
-  step = build.reinforcement_update(
-    config, plan.mesh, plan.model, build.optimizer(config), build.partition(config).num_strata
-  )
-  return step.lower(state_of(plan), batch_of(plan)).compile()
+  return plan.run.learn.lower(state_of(plan), batch_of(plan)).compile()
 
 
 def peak_of(program) -> int:
@@ -176,7 +172,7 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
   """The sampler's programs on one device, beside `resident` bytes of the training state."""
-  settings = build.sampler_config(plan.config)
+  settings = samplers.sampler_config(plan.config)
   mesh = lane_programs.make_mesh(plan.mesh.devices.flat[:1])
   here = lane_programs.whole(mesh)
   struct = lambda tree: jax.tree.map(
@@ -303,15 +299,15 @@ WAYS = {
     ("sampler.release", True, lambda c: not c.sampler.release),
     ("policy.remat", "full", lambda c: c.policy.remat != "full"),
     ("policy.logit_chunk", 256, lambda c: c.policy.logit_chunk == 0 or c.policy.logit_chunk > 256),
-    ("memory.reference", "host", lambda c: c.memory.reference != "host"),
+    ("memory.reference", "host", lambda c: c.memory.reference != "host" and not c.lora.rank),
     ("memory.optimizer", "host", lambda c: c.memory.optimizer != "host"),
-    ("lora.rank", 64, lambda c: not c.lora.rank),
+    ("lora.rank", 64, lambda c: not c.lora.rank and c.optimizer.name != "muon"),
   ),
   "sampler": (
     ("sampler.prefill_tokens", 1024, lambda c: c.sampler.prefill_tokens > 1024),
     ("sampler.lanes", 16, lambda c: c.sampler.lanes > 16),
     ("sampler.lanes", 8, lambda c: c.sampler.lanes > 8),
-    ("memory.reference", "host", lambda c: c.memory.reference != "host"),
+    ("memory.reference", "host", lambda c: c.memory.reference != "host" and not c.lora.rank),
     ("memory.optimizer", "host", lambda c: c.memory.optimizer != "host"),
     ("sampler.lanes", 4, lambda c: c.sampler.lanes > 4),
   ),
@@ -331,8 +327,12 @@ def way_to_fit(plan: Plan, found: dict[str, Any], margin: float) -> tuple[str, i
       return None
     group, name = way[0].split(".")
     config[group][name] = chosen[way[0]] = way[1]
+    if way[0] == "lora.rank":  # the reference is then what every pass computes with
+      config.memory.reference = "device"
+      chosen.pop("memory.reference", None)
     model = dataclasses.replace(plan.model, remat=config.policy.remat)
-    found = figures(dataclasses.replace(plan, config=config, model=model))
+    run = build.assemble(config, plan.mesh, model)
+    found = figures(dataclasses.replace(plan, run=run))
   return " ".join(f"--config.{key}={value}" for key, value in chosen.items()), most_of(found)
 
 

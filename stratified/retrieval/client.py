@@ -13,6 +13,7 @@ What becomes of a search:
 
 import asyncio
 from collections.abc import Callable, Sequence
+import dataclasses
 import json
 import logging
 import random
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from stratified.config import setting, Settings, without_password
 from stratified.retrieval import wire
 from stratified.retrieval.corpus import Passage, RetrieverError
 
@@ -76,45 +78,58 @@ class Outage:
     return self._before_s + (0.0 if self._since is None else self._clock() - self._since)
 
 
+@dataclasses.dataclass(frozen=True)
+class HttpSettings(Settings):
+  """Where the server is, and how long anything may take."""
+
+  SECTION = "retriever"
+  url: str = setting(
+    "http://127.0.0.1:8000",
+    "name=http: the server, with or without /retrieve at its end",
+    affects=[],
+    secret=True,
+  )
+  timeout_s: float = setting(
+    30.0, "seconds of one request, from connecting to the last byte", above=0, affects=[]
+  )
+  retries: int = setting(
+    4, "attempts after the first, before a search is lost and its rollout masked", low=0, affects=[]
+  )
+  give_up_s: float = setting(
+    300.0, "seconds without a usable reply after which the run stops", above=0, affects=[]
+  )
+  queries_per_request: int = setting(
+    64, "a search for more is split into several requests", low=1, affects=[]
+  )
+  in_flight: int = setting(
+    16, "requests at the same time, each on a connection of its own", low=1, affects=[]
+  )
+
+  @property
+  def address(self) -> str:
+    """The URL without /retrieve; raises ValueError where it is none."""
+    return base_url(self.url)
+
+
 class HttpRetriever:
   """Searches through a server that speaks Search-R1's wire format. One thread at a time may call
   `search`.
 
-  Args:
-    url: http://host:port, with or without /retrieve at its end.
-    timeout_s: how long one request may take, from connecting to the last byte.
-    retries: attempts after the first.
-    give_up_s: how long searches may go without a usable reply.
-    queries_per_request: a search for more is split into several requests.
-    in_flight: requests at the same time, each on a connection of its own.
+  url: http://host:port, with or without /retrieve at its end; a user and a password in it are sent
+  and never shown. options: the other fields of HttpSettings.
 
-  Raises:
-    ValueError: a setting out of range or a URL that is none.
+  Raises ValueError for a setting out of range or a URL that is none.
   """
 
-  def __init__(
-    self,
-    url: str,
-    *,
-    timeout_s: float = 30.0,
-    retries: int = 4,
-    give_up_s: float = 300.0,
-    queries_per_request: int = 64,
-    in_flight: int = 16,
-  ):
-    least = dict(
-      retries=(retries, 0), queries_per_request=(queries_per_request, 1), in_flight=(in_flight, 1)
-    )
-    for name, (value, minimum) in least.items():
-      if value < minimum:
-        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
-    if not (timeout_s > 0 and give_up_s > 0):
-      raise ValueError(f"timeout_s is {timeout_s} and give_up_s {give_up_s}; both must be above 0")
-    self.url = base_url(url)
+  def __init__(self, url: str, **options):
+    settings = HttpSettings(url, **options)
+    self._address = settings.address
+    self.url = without_password(self._address)
     self.manifest: dict = {}
     self.requests = self.retried = self.lost = 0
-    self._timeout_s, self._retries, self._give_up_s = timeout_s, retries, give_up_s
-    self._per_request, self._in_flight = queries_per_request, in_flight
+    self._timeout_s, self._give_up_s = settings.timeout_s, settings.give_up_s
+    self._retries, self._in_flight = settings.retries, settings.in_flight
+    self._per_request = settings.queries_per_request
     self._index: str | None = None
     self._outage, self._random = Outage(), random.Random()
     self._loop = asyncio.new_event_loop()
@@ -125,7 +140,9 @@ class HttpRetriever:
       trust_env=False,
       timeout=None,
       limits=httpx.Limits(
-        max_connections=in_flight + 1, max_keepalive_connections=in_flight + 1, keepalive_expiry=30
+        max_connections=settings.in_flight + 1,
+        max_keepalive_connections=settings.in_flight + 1,
+        keepalive_expiry=30,
       ),
     )
 
@@ -258,7 +275,7 @@ class HttpRetriever:
     try:
       async with asyncio.timeout(timeout_s):
         async with self._client.stream(
-          method, self.url + path, content=body, headers={"content-type": "application/json"}
+          method, self._address + path, content=body, headers={"content-type": "application/json"}
         ) as reply:
           read = bytearray()
           async for chunk in reply.aiter_bytes():
@@ -324,7 +341,10 @@ def base_url(url: str) -> str:
   except ValueError:  # a port that is no number
     valid = False
   if not valid or parts.query or parts.fragment:
-    raise ValueError(f"{url!r} is not the URL of a retriever; give one like http://127.0.0.1:8000")
+    raise ValueError(
+      f"{without_password(url)!r} is not the URL of a retriever; give one like "
+      "http://127.0.0.1:8000"
+    )
   return trimmed
 
 

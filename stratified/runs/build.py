@@ -1,21 +1,104 @@
-"""From a config to the parts of a run: mesh, model, sampler, estimator, optimizer, update."""
+"""From a config to the parts of a run: what was checked here is what the run then uses.
+
+    run = build(config)        # ValueError or OSError, in one sentence, for what can't run
+
+Nothing is written, trained or compiled here, so that a refusal leaves no trace.
+"""
 
 import dataclasses
+import functools
+import json
+import pathlib
 from typing import Any
 
 import jax
 
-from stratified import advantages, sharding, strata
+from stratified import advantages, files, sharding, strata
+from stratified import config as configs
+from stratified.advantages import choose
+from stratified.agents import agent
+from stratified.config import read
 from stratified.data import tokenizer as tokenizers
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
 from stratified.policy import attention, decoder, lora
 from stratified.policy.files import hugging_face
-from stratified.sampling.in_process import JaxSampler, SamplerConfig
+from stratified.retrieval import retrievers
+from stratified.runs import samplers, settings
+from stratified.tasks import worlds
 
 
-def mesh_of(config):
-  return sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """The parts of a run.
+
+  learn: the jitted update. warm_optimizer: None without a warm start. world: None where the run was
+  built without one.
+  """
+
+  config: Any
+  mesh: jax.sharding.Mesh
+  model: decoder.DecoderConfig
+  partition: strata.Partition
+  optimizer: Any
+  warm_optimizer: Any
+  packing: batching.Packing
+  learn: Any
+  world: worlds.World | None
+
+  @property
+  def workdir_config(self) -> dict:
+    """The config as plain values, for a workdir to keep."""
+    return json.loads(self.config.to_json())
+
+
+def build(config, *, world: bool = True) -> Run:
+  """Validates a config and makes its parts.
+
+  Args:
+    config: a ConfigDict with the fields of `settings.default_config()`.
+    world: whether to read the data and to open the retriever as well.
+
+  Raises:
+    ValueError, OSError: one sentence naming field, value, rule and way out; what is missing here is
+      listed together.
+  """
+  check_settings(config)
+  check_missing(missing_parts(config))
+  check_protocol(config)
+  check_warm_start(config)
+  check_devices(config)
+  run = assemble(config, mesh_of(config), model_config(config))
+  return dataclasses.replace(run, world=open_world(config)) if world else run
+
+
+def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
+  """The parts of a config whose settings are checked, on a mesh; raises ValueError where they do
+  not fit each other or the mesh."""
+  check_split(config, mesh, model)
+  check_adapter(config, model)
+  chain, assign = optimizer(config), partition(config)
+  return Run(
+    config,
+    mesh,
+    model,
+    assign,
+    chain,
+    optimizer(config, warm_start=True) if config.warm_start.num_steps else None,
+    packing(config, mesh),
+    reinforcement_update(config, mesh, model, chain, assign.num_strata),
+    world=None,
+  )
+
+
+###  Parts  ###
+
+
+def mesh_of(config, devices=None):
+  """The mesh of `mesh.*` over all devices, or over those given."""
+  return sharding.make_mesh(
+    **dataclasses.asdict(read(sharding.MeshSettings, config)), devices=devices
+  )
 
 
 def model_config(config, *, platform: str | None = None) -> decoder.DecoderConfig:
@@ -93,30 +176,6 @@ def optimizer(config, *, warm_start: bool = False):
   )
 
 
-def sampler_config(config, *, greedy: bool = False) -> SamplerConfig:
-  s, r = config.sampler, config.rollout
-  return SamplerConfig(
-    lanes=s.lanes,
-    length=r.max_tokens,
-    block=s.block,
-    rows=s.rows,
-    prefill_tokens=s.prefill_tokens,
-    temperature=0.0 if greedy else r.temperature,
-    top_p=1.0 if greedy else r.top_p,
-    seed=config.seed,
-  )
-
-
-def sampler(config, model: decoder.DecoderConfig, tokenizer, *, greedy: bool = False) -> JaxSampler:
-  devices = jax.local_devices()
-  return JaxSampler(
-    model,
-    sampler_config(config, greedy=greedy),
-    tokenizer,
-    devices[: config.sampler.devices or len(devices)],
-  )
-
-
 def partition(config) -> strata.Partition:
   return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed)
 
@@ -127,22 +186,6 @@ def advantage_options(config) -> dict[str, Any]:
     for name, value in config.advantage.to_dict().items()
     if name != "name" and value is not None
   }
-
-
-def check_split(config, mesh, model: decoder.DecoderConfig) -> None:
-  """Refuses sizes that the mesh can't split."""
-  sharding.check_divisible(
-    mesh,
-    {
-      "data.questions_per_step": ("question", config.data.questions_per_step),
-      "packing.rows": ("row", packing(config, mesh).rows),
-      "num_heads": ("heads", model.num_heads),
-      "num_kv_heads": ("kv_heads", model.num_kv_heads),
-      "mlp_width": ("mlp", model.mlp_width),
-      "vocab_size": ("vocabulary_part", model.vocab_size),
-      "width": ("width", model.width),
-    },
-  )
 
 
 def packing(config, mesh, count: int | None = None) -> batching.Packing:
@@ -158,17 +201,11 @@ def packing(config, mesh, count: int | None = None) -> batching.Packing:
 
 def host_parts(config) -> tuple[str, ...]:
   """The parts of the training state that lie in the host's memory between updates."""
-  return tuple(
-    part
-    for part, where in (
-      ("opt_state", config.memory.optimizer),
-      ("reference", config.memory.reference),
-    )
-    if where == "host"
-  )
+  return read(settings.MemorySettings, config).host_parts
 
 
 def reinforcement_update(config, mesh, model, optimizer_, num_strata: int):
+  """The jitted update of the config's algorithm."""
   l = config.loss
   return update.make_update(
     mesh,
@@ -203,3 +240,233 @@ def supervised_update(config, mesh, model, optimizer_):
   return update.make_update(
     mesh, model, optimizer_, token_loss=update.supervised, chunk=config.policy.logit_chunk or None
   )
+
+
+def open_world(config) -> worlds.World:
+  """The world, data read and retriever open, its held-out questions drawn once.
+
+  Raises ValueError or OSError for a world that can't be, and for limits that its protocol can't
+  keep to.
+  """
+  world = worlds.world(config)
+  tokenizer = world.tokenizer
+  agent.check(
+    agent.Setting(
+      tokenizer.encode, tokenizer.decode, tokenizer.eos_id, world.protocol, world.limits, 0
+    )
+  )
+  world = dataclasses.replace(world, held_out=functools.cache(world.held_out))
+  world.held_out(config.eval.questions)
+  return world
+
+
+###  What does not go together  ###
+
+
+def check_settings(config) -> None:
+  """Every field against its rule, and fields against each other: neither files nor devices."""
+  configs.check_all(config, settings.rules())
+  check_sizes(config)
+  check_staleness(config)
+  check_rows(config)
+  check_groups(config)
+  worlds.limits(config)
+  if config.data.name == "encyclopedia":
+    worlds.encyclopedia_settings(config.data)
+  if config.retriever.name == "http":
+    retrievers.HttpSettings(config.retriever.url).address
+  if config.sampler.name == "sglang":
+    samplers.settings(config)
+
+
+def check_sizes(config) -> None:
+  width, heads = config.policy.width, config.policy.num_heads
+  if not config.policy.checkpoint and (width % heads or (width // heads) % 2):
+    raise ValueError(
+      f"policy.width={width} must be an even multiple of policy.num_heads={heads}: "
+      "each head takes an equal part, of which rotary positions turn pairs"
+    )
+
+
+def check_staleness(config) -> None:
+  if (
+    config.rollout.max_staleness
+    and config.loss.old_log_probs == "trainer"
+    and not config.loss.importance_cap
+  ):
+    raise ValueError(
+      "rollout.max_staleness=1 trains on the last step's policy: correct for it with "
+      "--config.loss.old_log_probs=sampler, or with --config.loss.importance_cap=2"
+    )
+
+
+def check_rows(config) -> None:
+  length, chunk = config.packing.row_length, config.policy.logit_chunk
+  if length < config.rollout.max_tokens:
+    raise ValueError(
+      f"packing.row_length={length} must be at least "
+      f"rollout.max_tokens={config.rollout.max_tokens}: a rollout fills at most one row"
+    )
+  if chunk and length % chunk:
+    raise ValueError(
+      f"policy.logit_chunk={chunk} does not divide packing.row_length={length}; choose a divisor, "
+      "or 0 for no chunks"
+    )
+
+
+def check_groups(config) -> None:
+  """Refuses an estimator that its options or the size of a group leave nothing to work on."""
+  a, k = config.advantage, config.rollout.samples_per_question
+  advantages.validate(a.name, k, advantage_options(config))
+  relative = a.name in choose.GROUP and a.name != "reinforce"
+  if k == 1 and relative and a.over != "batch":
+    raise ValueError(
+      f"rollout.samples_per_question=1 leaves advantage.name={a.name!r} nothing to compare a "
+      "rollout with, so that every advantage is 0; sample at least 2, or choose one of reinforce, "
+      f"{', '.join(sorted(choose.BATCH))}"
+    )
+
+
+def check_protocol(config) -> None:
+  if config.rollout.protocol == "tool_calls" and not config.policy.checkpoint:
+    raise ValueError(
+      "rollout.protocol='tool_calls' needs policy.checkpoint: the calls' form comes with a model's "
+      "chat template"
+    )
+  if config.rollout.chat_template and not config.policy.checkpoint:
+    raise ValueError(
+      "rollout.chat_template=True needs policy.checkpoint: the template comes with a model's "
+      "directory"
+    )
+  if config.data.name == "files":
+    worlds.protocol(config)
+
+
+def check_warm_start(config) -> None:
+  steps = config.warm_start.num_steps
+  if not steps:
+    return
+  if config.data.name == "files":
+    raise ValueError(
+      f"warm_start.num_steps={steps} must be 0 with data.name='files': "
+      "demonstrations are scripted for the generated encyclopedia alone"
+    )
+  if config.rollout.protocol != "short":
+    raise ValueError(
+      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
+      f"{steps}: the demonstrations are scripted in its tags; the methods of "
+      "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
+    )
+  worlds.demonstration_config(config)
+
+
+def check_devices(config) -> None:
+  name, here = config.policy.attention, jax.default_backend()
+  only = {"cudnn": "gpu", "splash": "tpu"}.get(name, here)
+  if only != here:
+    raise ValueError(
+      f"policy.attention={name!r} runs on a {only.upper()} alone, and jax has a {here.upper()} "
+      "here; leave it at auto"
+    )
+  if config.sampler.devices > len(jax.local_devices()):
+    raise ValueError(
+      f"sampler.devices={config.sampler.devices} is more than the {len(jax.local_devices())} "
+      "devices of this process; 0 takes all of them"
+    )
+
+
+def check_split(config, mesh, model: decoder.DecoderConfig) -> None:
+  """Refuses sizes that the mesh can't split."""
+  sharding.check_divisible(
+    mesh,
+    {
+      "data.questions_per_step": ("question", config.data.questions_per_step),
+      "packing.rows": ("row", packing(config, mesh).rows),
+      "num_heads": ("heads", model.num_heads),
+      "num_kv_heads": ("kv_heads", model.num_kv_heads),
+      "mlp_width": ("mlp", model.mlp_width),
+      "vocab_size": ("vocabulary_part", model.vocab_size),
+      "width": ("width", model.width),
+    },
+  )
+
+
+def check_adapter(config, model: decoder.DecoderConfig) -> None:
+  chosen = adapter(config)
+  if chosen is None:
+    return
+  lora.weights(model, chosen)
+  if config.memory.reference == "host":
+    raise ValueError(
+      f"memory.reference='host' must be 'device' with lora.rank={chosen.rank}: the reference is "
+      "the frozen weights, which every pass computes with"
+    )
+  if config.optimizer.name == "muon":
+    raise ValueError(
+      "optimizer.name='muon' makes every singular value of an update alike, which the two thin "
+      f"factors of lora.rank={chosen.rank} have no use for; train adapters with "
+      "--config.optimizer.name=adamw"
+    )
+
+
+###  What is not here  ###
+
+
+def missing_parts(config) -> list[str]:
+  """What the run needs and does not find, one sentence each with the command that gets it."""
+  found = _missing_files(config) if config.data.name == "files" else []
+  return found + retrievers.missing(config)
+
+
+def check_missing(parts: list[str]) -> None:
+  """Raises FileNotFoundError for what is missing, all of it at once."""
+  if len(parts) == 1:
+    raise FileNotFoundError(parts[0])
+  if parts:
+    raise FileNotFoundError(
+      f"{len(parts)} parts of this run are missing:\n" + "\n".join(f"  {part}" for part in parts)
+    )
+
+
+def _missing_files(config) -> list[str]:
+  # A server, or a dense index, has its passages elsewhere.
+  names = (
+    ["questions"]
+    + ["evaluation"] * bool(config.data.evaluation)
+    + ["corpus"] * (config.retriever.name in ("bm25", "hybrid"))
+  )
+  found = _missing_model(config)
+  for name in names:
+    if not worlds.path_of(config.data[name]).exists():
+      found.append(
+        f"data.{name}={config.data[name]!r} does not exist; "
+        f"name the file with --config.data.{name}=PATH or make it with "
+        "python experiments/prepare_data.py --download=all --remove_duplicates"
+      )
+  return found
+
+
+def _missing_model(config) -> list[str]:
+  checkpoint = config.policy.checkpoint
+  if not checkpoint:
+    raise ValueError(
+      "policy.checkpoint is empty: data from files needs a model directory, "
+      "e.g. --config.policy.checkpoint=.cache/models/smollm2-135m-instruct"
+    )
+  stored = pathlib.Path(checkpoint) / "config.json"
+  if not stored.exists():
+    fetch = (
+      "python third_party/smollm2/fetch.py"
+      if "smollm2" in checkpoint
+      else f"hf download Qwen/{pathlib.Path(checkpoint).name} --local-dir {checkpoint}"
+      if pathlib.Path(checkpoint).name.startswith("Qwen")
+      else "download the model there, or name its directory with --config.policy.checkpoint"
+    )
+    return [f"policy.checkpoint={checkpoint!r} holds no model (no config.json); to get it: {fetch}"]
+  most = files.read_object(stored).get("max_position_embeddings")
+  if isinstance(most, int) and config.rollout.max_tokens > most:
+    raise ValueError(
+      f"rollout.max_tokens={config.rollout.max_tokens} is more than the {most} positions that the "
+      f"model of policy.checkpoint={checkpoint!r} was made for; lower it"
+    )
+  return []

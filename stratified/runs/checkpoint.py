@@ -1,7 +1,7 @@
 """Checkpoints of a run (Orbax), and the rule that a workdir belongs to one config."""
 
-from collections.abc import Iterable, Mapping
-import fnmatch
+from collections.abc import Mapping
+import dataclasses
 import json
 import logging
 import os
@@ -13,8 +13,16 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from stratified.config import changed, free, public, Rule, setting, Settings
 from stratified.files import flatten, read_object, write_atomic
-from stratified.runs.writer import FREE_KEYS
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings(Settings):
+  """When a run saves."""
+
+  SECTION = "checkpoint"
+  every: int = setting(10, "steps between two checkpoints", low=1, affects=[])
 
 
 def abstract(tree: Any) -> Any:
@@ -207,33 +215,32 @@ def _worth_hearing(record: logging.LogRecord) -> bool:
 
 
 def check_config(
-  workdir: str | os.PathLike, config: Mapping[str, Any], free_keys: Iterable[str] = FREE_KEYS
+  workdir: str | os.PathLike, config: Mapping[str, Any], rules: Mapping[str, Rule]
 ) -> None:
   """Writes workdir/config.json the first time; later refuses a config that would change the run's
   results.
 
-  Keys are dotted paths. Those that match `free_keys` (shell patterns) may change, and `num_steps`
-  may grow; config.json then takes the new values.
+  Fields that change no more than rounding may change, and those that grow may grow; config.json
+  then takes the new values. Passwords are not written.
+
+  Args:
+    workdir: the run's folder.
+    config: nested values.
+    rules: {dotted name: rule} of its fields; a field without one may not change.
 
   Raises:
-    ValueError: another key changed, appeared or vanished (all are named with both values), or a
+    ValueError: another field changed, appeared or vanished (all are named with both values), or a
       value is not JSON.
   """
   path = pathlib.Path(workdir) / "config.json"
   path.parent.mkdir(parents=True, exist_ok=True)
   try:
-    text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    text = json.dumps(public(config, rules), indent=2, sort_keys=True, allow_nan=False) + "\n"
   except (TypeError, ValueError) as error:
     raise ValueError(f"the config cannot be stored as JSON: {error}") from error
   if path.exists():
     before, after = flatten(read_object(path)), flatten(json.loads(text))
-    free = tuple(free_keys)
-    changed = [
-      key
-      for key in sorted(before | after)
-      if key not in before or key not in after or before[key] != after[key]
-    ]
-    refused = [key for key in changed if not _may_change(key, before, after, free)]
+    refused = [key for key in changed(before, after) if not _may_change(key, before, after, rules)]
     if refused:
       lines = [
         f"  {key}: {_show(before, key)} in the workdir, {_show(after, key)} now" for key in refused
@@ -246,10 +253,10 @@ def check_config(
   write_atomic(path, text)
 
 
-def _may_change(key: str, before: Mapping, after: Mapping, free_keys: Iterable[str]) -> bool:
-  if key == "num_steps" and key in before and key in after:
+def _may_change(key: str, before: Mapping, after: Mapping, rules: Mapping[str, Rule]) -> bool:
+  if key in rules and rules[key].grows and key in before and key in after:
     return after[key] > before[key]
-  return any(fnmatch.fnmatchcase(key, pattern) for pattern in free_keys)
+  return key in free(rules)
 
 
 def _show(flat: Mapping[str, Any], key: str) -> str:

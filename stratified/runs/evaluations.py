@@ -6,35 +6,14 @@ import pathlib
 from typing import Any
 
 from stratified import files
+from stratified.config import unaffected
 from stratified.data import readers
 from stratified.evaluation import tables
+from stratified.runs import settings as run_settings
 from stratified.tasks import worlds
 from stratified.types import Question
 
 Sets = dict[str, tuple[list[Question], Any]]  # name -> (questions, retriever)
-
-# Fields of a config that an answer depends on, by prefix, without those that only say where and how
-# fast.
-MATTER = ("seed", "data.", "policy.", "rollout.", "retriever.", "sampler.name", "lora.")
-INDIFFERENT = (
-  "data.questions_per_step",
-  "data.split",
-  "policy.remat",
-  "policy.attention",
-  "policy.unroll",
-  "policy.logit_chunk",
-  "rollout.samples_per_question",
-  "rollout.max_staleness",
-  "rollout.temperature",
-  "rollout.top_p",
-  "retriever.timeout_s",
-  "retriever.retries",
-  "retriever.give_up_s",
-  "retriever.url",
-  "retriever.cache",
-  "retriever.queries_per_request",
-  "retriever.in_flight",
-)
 
 
 def for_evaluation(config):
@@ -93,12 +72,9 @@ def settings(
   config, *, step: int, samples: int, temperature: float, forced: int | None
 ) -> dict[str, Any]:
   """What the answers depend on, beside the questions themselves."""
-  flat = files.flatten(config.to_dict())
-  kept = {
-    key: value
-    for key, value in flat.items()
-    if key.startswith(MATTER) and not key.startswith(INDIFFERENT)
-  }
+  kept = files.flatten(config.to_dict())
+  for name in unaffected(run_settings.rules(), "answers"):
+    kept.pop(name, None)
   kept |= {"step": step, "samples": samples, "temperature": temperature, "forced": forced}
   if temperature:
     kept["rollout.top_p"] = config.rollout.top_p

@@ -31,10 +31,11 @@ class Diverged(RuntimeError):
 
 
 class Stop:
-  """`asked` turns true at Ctrl-C or SIGTERM; a second Ctrl-C interrupts at once."""
+  """`asked` turns true at Ctrl-C or SIGTERM, `interrupted` at Ctrl-C; a second one interrupts at
+  once."""
 
   def __init__(self):
-    self.asked = False
+    self.asked = self.interrupted = False
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._ask)
 
@@ -47,15 +48,22 @@ class Stop:
     if self.asked and number == signal.SIGINT:
       raise KeyboardInterrupt
     self.asked = True
+    self.interrupted = number == signal.SIGINT
     print("\nstopping after this step, then saving", flush=True)
 
 
 def warm_start(
-  config, mesh, world, model: decoder.DecoderConfig, writer, checkpointer: Checkpointer, stop: Stop
+  config,
+  mesh,
+  world,
+  model: decoder.DecoderConfig,
+  optimizer,
+  writer,
+  checkpointer: Checkpointer,
+  stop: Stop,
 ):
   """Parameters after supervised training on scripted demonstrations; goes on from its own newest
   checkpoint."""
-  optimizer = build.optimizer(config, warm_start=True)
   total = config.warm_start.num_steps
   restored = checkpointer.restore_latest(
     update.abstract_state(mesh, model, optimizer, with_reference=False)
@@ -66,7 +74,8 @@ def warm_start(
     params = build.initial_params(config, model, mesh)
     state, step = update.init_state(mesh, model, params, optimizer, with_reference=False), 0
   learn = build.supervised_update(config, mesh, model, optimizer)
-  batch_at = worlds.demonstration_batches(config, world)
+  shape = build.packing(config, mesh, config.warm_start.demonstrations_per_step)
+  batch_at = worlds.demonstration_batches(config, world, shape)
   with Progress(total, "warm-start steps", done=step, active=processes.is_first()) as progress:
     while step < total and not stop.agreed():
       state, stats = learn(state, batching.place(mesh, batch_at(step)))

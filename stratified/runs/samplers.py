@@ -1,32 +1,81 @@
-"""From a config's `sampler` to what samples: in this process, or SGLang servers and the connection
-with them."""
+"""What samples, by a config's `sampler`: in this process, or SGLang servers and the connection with
+them."""
 
 import contextlib
+import dataclasses
 import pathlib
 
+import jax
+
+from stratified.config import read, setting, Settings
 from stratified.policy import decoder
-from stratified.runs import build
+from stratified.sampling.in_process import JaxSampler, SamplerConfig
+from stratified.sampling.interface import SamplingSettings
 from stratified.sampling.sglang.members import FleetConfig
 from stratified.sampling.sglang.publish import PublishConfig, Publisher
 from stratified.sampling.sglang.sampler import Sampling, Servers, SglangSampler
 
-THIRD_PARTY = pathlib.Path(__file__).parents[1] / "third_party" / "sglang"
+THIRD_PARTY = pathlib.Path(__file__).parents[2] / "third_party" / "sglang"
 # Largest difference of a log-prob between two right implementations: sums of thousands of products
 # in another order.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
+@dataclasses.dataclass(frozen=True)
+class SamplerSettings(Settings):
+  """Which sampler, and where it is."""
+
+  SECTION = "sampler"
+  name: str = setting(
+    "jax",
+    "in this process, or SGLang servers (third_party/sglang/README.md)",
+    choices=["jax", "sglang"],
+    affects=["training", "answers"],
+  )
+  devices: int = setting(
+    1, "jax: devices of each process that sample; 0 is all of them", low=0, affects=[]
+  )
+  release: bool = setting(
+    False, "free the device of the sampler's weights and caches during updates", affects=[]
+  )
+  urls: str = setting(
+    "", "sglang: http://HOST:PORT of each server, with commas between them", affects=[], secret=True
+  )
+  probe_tolerance: float = setting(
+    0.0,
+    "sglang: largest difference of a log-prob; 0 is 1e-3 in float32, 0.1 in bfloat16",
+    low=0,
+    affects=[],
+  )
+  helper_python: str = setting(
+    ".venv-sglang/bin/python", "sync=group: the interpreter of the helper process", affects=[]
+  )
+
+
+def sampler_config(config, *, greedy: bool = False) -> SamplerConfig:
+  """The settings of the in-process sampler; greedy ones draw nothing."""
+  drawn = read(SamplingSettings, config)
+  return read(
+    SamplerConfig,
+    config,
+    length=config.rollout.max_tokens,
+    temperature=0.0 if greedy else drawn.temperature,
+    top_p=1.0 if greedy else drawn.top_p,
+    seed=config.seed,
+  )
+
+
 def settings(config) -> tuple[FleetConfig, PublishConfig]:
-  """Raises ValueError, one sentence, for what can't run."""
-  s = config.sampler
-  names = ("in_flight", "timeout_s", "retries", "start_s", "outage_s", "health_s", "update_s")
-  fleet = FleetConfig(
-    tuple(url.strip() for url in s.urls.split(",") if url.strip()),
-    **{name: s[name] for name in names},
+  """Those of SGLang servers. Raises ValueError, one sentence, for what can't run."""
+  s = read(SamplerSettings, config)
+  fleet = read(
+    FleetConfig,
+    config,
+    urls=tuple(url.strip() for url in s.urls.split(",") if url.strip()),
     probe_tolerance=s.probe_tolerance or TOLERANCE[config.policy.dtype],
   )
   helper = (s.helper_python, str(THIRD_PARTY / "broadcast.py"))
-  if s.group_backend == "gloo":  # servers on CPU: see third_party/sglang/README.md
+  if config.sampler.group_backend == "gloo":  # servers on CPU: see third_party/sglang/README.md
     helper = (
       "env",
       f"PYTHONPATH={THIRD_PARTY / 'standins'}",
@@ -34,15 +83,8 @@ def settings(config) -> tuple[FleetConfig, PublishConfig]:
       "OMP_NUM_THREADS=1",
       *helper,
     )
-  publish = PublishConfig(
-    sync=s.sync,
-    dtype=config.policy.dtype,
-    directory=s.directory,
-    group_command=helper,
-    group_backend=s.group_backend,
-    group_address=s.group_address,
-  )
-  if s.sync == "group" and not pathlib.Path(s.helper_python).exists():
+  publish = read(PublishConfig, config, dtype=config.policy.dtype, group_command=helper)
+  if publish.sync == "group" and not pathlib.Path(s.helper_python).exists():
     raise ValueError(
       f"sampler.helper_python={s.helper_python!r} does not exist; make sglang builds the servers' "
       "environment, or set --config.sampler.sync=disk"
@@ -68,7 +110,12 @@ def connect(config, mesh, model: decoder.DecoderConfig, tokenizer) -> Servers:
 def samplers(config, mesh, model: decoder.DecoderConfig, tokenizer):
   """(training's sampler, a greedy one) of `sampler.name`; connections are closed at the end."""
   if config.sampler.name == "jax":
-    yield tuple(build.sampler(config, model, tokenizer, greedy=greedy) for greedy in (False, True))
+    devices = jax.local_devices()
+    devices = devices[: config.sampler.devices or len(devices)]
+    yield tuple(
+      JaxSampler(model, sampler_config(config, greedy=greedy), tokenizer, devices)
+      for greedy in (False, True)
+    )
     return
   with connect(config, mesh, model, tokenizer) as found:
     yield tuple(sampler(config, found, greedy=greedy) for greedy in (False, True))
@@ -76,5 +123,6 @@ def samplers(config, mesh, model: decoder.DecoderConfig, tokenizer):
 
 def sampler(config, servers: Servers, *, greedy: bool = False) -> SglangSampler:
   """A sampler on these servers; training's and a greedy one may share them."""
-  r = config.rollout
-  return SglangSampler(servers, Sampling(0.0) if greedy else Sampling(r.temperature, r.top_p))
+  drawn = read(SamplingSettings, config)
+  sampling = Sampling(0.0) if greedy else Sampling(drawn.temperature, drawn.top_p)
+  return SglangSampler(servers, sampling)

@@ -3,7 +3,6 @@ another."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import fnmatch
 import pathlib
 import shutil
 import signal
@@ -13,28 +12,12 @@ import time
 from typing import Any
 
 from stratified import files
+from stratified.config import changed
 from stratified.progress import duration
+from stratified.runs import settings
 from stratified.runs import workdir as workdirs
-from stratified.runs import writer
 
-TRAIN = (sys.executable, str(pathlib.Path(__file__).parent / "train.py"))
-# What the warm start neither reads nor depends on. Everything else, the seed and the mesh included,
-# must agree.
-NOT_IN_WARM_START = (
-  "advantage.*",
-  "strata.*",
-  "loss.*",
-  "num_steps",
-  "eval.*",
-  "logging.*",
-  "checkpoint.every",
-  "optimizer.learning_rate",
-  "optimizer.warmup_steps",
-  "rollout.samples_per_question",
-  "rollout.temperature",
-  "rollout.top_p",
-  "data.questions_per_step",
-)
+TRAIN = (sys.executable, str(pathlib.Path(__file__).parents[2] / "experiments" / "train.py"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +40,14 @@ class Relay:
   """
 
   def __init__(self):
-    self.asked = False
+    self.asked = self.interrupted = False
     self.process: subprocess.Popen | None = None
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self._ask)
 
   def _ask(self, number, frame):
     again, self.asked = self.asked, True
+    self.interrupted |= number == signal.SIGINT
     if self.process is not None:
       self.process.send_signal(
         signal.SIGINT if again and number == signal.SIGINT else signal.SIGTERM
@@ -75,21 +59,10 @@ class Relay:
       process.send_signal(signal.SIGTERM)
 
 
-def changed_keys(
-  stored: Mapping[str, Any], wanted: Mapping[str, Any], free: Sequence[str]
-) -> list[str]:
-  return [
-    key
-    for key in sorted({**stored, **wanted})
-    if not any(fnmatch.fnmatchcase(key, one) for one in free)
-    and (key not in stored or key not in wanted or stored[key] != wanted[key])
-  ]
-
-
 def finished(job: Job) -> bool:
   """Whether the folder holds this very run, trained and evaluated to its last step."""
   run = workdirs.read(job.workdir)
-  return run.finished and not changed_keys(run.config, job.config, writer.FREE_KEYS)
+  return run.finished and not changed(run.config, job.config, settings.free())
 
 
 def where(job: Job) -> str:
@@ -98,7 +71,7 @@ def where(job: Job) -> str:
   run = workdirs.read(job.workdir)
   if finished(job):
     return "finished"
-  if run.config and changed_keys(run.config, job.config, (*writer.FREE_KEYS, "num_steps")):
+  if run.config and changed(run.config, job.config, (*settings.free(), "num_steps")):
     return "another config"
   if not run.rows:
     return "not started"
@@ -128,7 +101,7 @@ def share_warm_start(job: Job) -> pathlib.Path | None:
     whole = checkpoint.is_dir() and [row["warm_start/step"] for row in rows] == list(
       range(1, steps + 1)
     )
-    if not whole or changed_keys(donor.config, job.config, NOT_IN_WARM_START):
+    if not whole or changed(donor.config, job.config, settings.not_in_warm_start()):
       continue
     job.workdir.mkdir(parents=True, exist_ok=True)
     # The checkpoint comes last: rows of a warm start that has none are dropped by the run.

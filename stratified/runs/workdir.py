@@ -11,7 +11,6 @@ and named in the notes. `config_of` and `evaluation_of` are strict.
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import fnmatch
 import glob
 import json
 import math
@@ -21,11 +20,7 @@ import re
 from typing import Any
 
 from stratified import files
-from stratified.runs import writer
 
-# What runs of one group may differ in: the seed, and what changes no number that a training step
-# computes.
-WITHIN_GROUP = ("seed", "eval.every", "eval.forced", *writer.FREE_KEYS)
 MAIN = "eval/exact_match"
 
 Row = Mapping[str, Any]
@@ -183,15 +178,18 @@ def show(value: Any) -> str:
   )
 
 
-def differing(runs: Sequence[Run], ignore: Sequence[str] = WITHIN_GROUP) -> list[str]:
-  """The config keys in which runs differ, apart from those that match `ignore`; absent counts as a
-  value."""
+def differing(runs: Sequence[Run]) -> list[str]:
+  """The config keys in which runs differ, apart from those in which runs of a group may; absent
+  counts as a value."""
+  from stratified.runs import settings  # brings jax, which a page of one run has no use for
+
+  ignore = settings.within_group()
   keys = sorted({key for run in runs for key in run.config})
   known = [run for run in runs if run.config]
   return [
     key
     for key in keys
-    if not any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore)
+    if key not in ignore
     and len({json.dumps(run.config.get(key), sort_keys=True) for run in known}) > 1
   ]
 

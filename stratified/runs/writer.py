@@ -17,52 +17,22 @@ from typing import Any
 import numpy as np
 
 from stratified import files
+from stratified.config import setting, Settings
 from stratified.runs import events
 from stratified.types import Trajectory
 
 Row = dict[str, Any]
 
-# What of a run's config may change when it resumes (shell patterns): none of these alters a number
-# that it computes.
-FREE_KEYS = (
-  "mesh.*",
-  "memory.*",
-  "logging.*",
-  "checkpoint.every",
-  *(
-    f"retriever.{name}"
-    for name in (
-      "url",
-      "timeout_s",
-      "retries",
-      "give_up_s",
-      "queries_per_request",
-      "in_flight",
-      "cache",
-    )
-  ),
-  *(
-    f"sampler.{name}"
-    for name in (
-      "devices",
-      "release",
-      "urls",
-      "sync",
-      "directory",
-      "in_flight",
-      "timeout_s",
-      "retries",
-      "start_s",
-      "outage_s",
-      "health_s",
-      "update_s",
-      "probe_tolerance",
-      "helper_python",
-      "group_backend",
-      "group_address",
-    )
-  ),
-)
+
+@dataclasses.dataclass(frozen=True)
+class LoggingSettings(Settings):
+  """What a run writes of its rollouts."""
+
+  SECTION = "logging"
+  trajectories_every: int = setting(
+    1, "steps between two files of rollouts in trajectories/; 0 writes none", low=0, affects=[]
+  )
+
 
 _TRAJECTORY_FILE = re.compile(r"step_(\d+)\.jsonl")
 

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from stratified import sharding
+from stratified.config import setting, Settings
 from stratified.policy import decoder
 from stratified.sampling import lane_programs
-from stratified.sampling.interface import Completion, Request
+from stratified.sampling.interface import check_sampling, Completion, Request
 
 # Lengths that new context is padded to, so that few shapes are compiled.
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -26,42 +27,34 @@ BUCKETS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048
 CHUNK = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplerConfig:
-  """lanes: rollouts decoded side by side on each device. length: tokens a lane can hold. block:
-  tokens decoded between two looks.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerConfig(Settings):
+  """What the in-process sampler is made of.
 
-  temperature 0 is greedy decoding (log-probs are then at temperature 1). rows: lanes that one
-  prefill call serves, fewer where their tokens would be more than prefill_tokens (its scores take
-  prefill_tokens x length x heads x 4 bytes).
+  length: tokens a lane can hold. temperature 0 is greedy decoding (log-probs are then at
+  temperature 1). A prefill call serves fewer lanes than `rows` where their tokens would be more
+  than prefill_tokens (its scores take prefill_tokens x length x heads x 4 bytes).
   """
 
-  lanes: int
+  SECTION = "sampler"
+  lanes: int = setting(
+    64, "rollouts side by side on each device", low=1, high=65536, affects=["training"]
+  )
+  block: int = setting(16, "tokens decoded between two looks", low=1, affects=["training"])
+  rows: int = setting(16, "lanes that one prefill call serves", low=1, affects=["training"])
+  prefill_tokens: int = setting(
+    4096, "tokens of one prefill call, padding included", low=1, affects=["training"]
+  )
   length: int
-  block: int = 8
-  rows: int = 16
-  prefill_tokens: int = 4096
   temperature: float = 1.0
   top_p: float = 1.0
   seed: int = 0
 
   def __post_init__(self):
-    rules = {
-      "lanes": self.lanes >= 1,
-      "length": self.length >= 2,
-      "block": self.block >= 1,
-      "rows": self.rows >= 1,
-      "prefill_tokens": self.prefill_tokens >= 1,
-      "temperature": self.temperature >= 0,
-      "top_p": 0 < self.top_p <= 1,
-    }
-    for name, holds in rules.items():
-      if not holds:
-        raise ValueError(
-          f"sampler {name}={getattr(self, name)} is out of range; lanes, block, rows and "
-          "prefill_tokens are at least 1, "
-          "length at least 2, temperature at least 0, top_p in (0, 1]"
-        )
+    super().__post_init__()
+    check_sampling(self.temperature, self.top_p)
+    if self.length < 2:
+      raise ValueError(f"a lane of length={self.length} tokens is too short; it needs at least 2")
 
   def rows_for(self, width: int) -> int:
     """Rows of a prefill call of `width` tokens each."""

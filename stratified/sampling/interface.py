@@ -13,6 +13,34 @@ Token ids go in and come out; nothing is re-tokenised on the way.
 import dataclasses
 from typing import Any, Protocol
 
+from stratified.config import check, fields, setting, Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingSettings(Settings):
+  """How a training rollout's tokens are drawn."""
+
+  SECTION = "rollout"
+  temperature: float = setting(
+    1.0, "the logits are divided by it before a token is drawn", above=0, affects=["training"]
+  )
+  top_p: float = setting(
+    1.0,
+    "tokens are drawn from the fewest that hold this much probability",
+    above=0,
+    high=1,
+    affects=["training"],
+  )
+
+
+def check_sampling(temperature: float, top_p: float) -> None:
+  """Raises ValueError unless tokens can be drawn so; temperature 0 is greedy decoding."""
+  rule = fields(SamplingSettings)
+  check(
+    "rollout.temperature", temperature, dataclasses.replace(rule["temperature"], above=None, low=0)
+  )
+  check("rollout.top_p", top_p, rule["top_p"])
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:

@@ -21,7 +21,7 @@ from stratified.learner import batching
 from stratified.retrieval import retrievers
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.corpus import Passage, read_corpus
-from stratified.runs import build, writer
+from stratified.runs import writer
 from stratified.types import Question
 
 # How far beyond the run's seed the seeds of the other encyclopedias lie: the one that training
@@ -206,15 +206,16 @@ def demonstration_config(config) -> demonstrations.DemonstrationConfig:
   )
 
 
-def demonstration_batches(config, world_: World):
+def demonstration_batches(config, world_: World, shape: batching.Packing):
   """step -> Batch of scripted demonstrations, one a question, through the agent loop.
+
+  shape: of a batch of warm_start.demonstrations_per_step rollouts.
 
   They are set in practice encyclopedias of their own, taken in turn: the policy learns to search,
   read and copy, and has no page of the world that it is trained and tested in to learn by heart.
   Common knowledge is the same everywhere.
   """
   w, d = config.warm_start, config.data
-  shape = build.packing(config, build.mesh_of(config), w.demonstrations_per_step)
   script_config = demonstration_config(config)
 
   @functools.cache

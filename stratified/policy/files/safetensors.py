@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import pathlib
 import re
 from typing import Any, NamedTuple

@@ -6,52 +6,55 @@ from collections.abc import Awaitable, Sequence
 import dataclasses
 from typing import Protocol
 
+from stratified.config import setting, Settings, without_password
 from stratified.sampling.sglang import wire
 from stratified.sampling.sglang.errors import Busy, Lost, Refused, SamplerError, Stale
 from stratified.sampling.sglang.server import Server
 
 
 @dataclasses.dataclass(frozen=True)
-class FleetConfig:
+class FleetConfig(Settings):
   """Where the servers are, and how long anything may take.
 
-  urls: of each server, such as http://127.0.0.1:30000. in_flight: generations a server is given at
-  once. timeout_s: one attempt of a generation. retries: further attempts, on another server where
-  there is one. start_s: until every server must have answered first. outage_s: how long none may be
-  usable. health_every_s, health_s: servers at work are asked for their version that often, and must
-  answer within that. update_s: one update of the weights. probe_tolerance: largest difference of a
-  log-prob of the probe.
+  urls: of each server, such as http://127.0.0.1:30000. health_every_s: servers at work are asked
+  for their version that often. probe_tolerance: largest difference of a log-prob of the probe.
 
   A generation ends, or is given up, within (retries + 1) timeout_s + outage_s.
   """
 
+  SECTION = "sampler"
   urls: tuple[str, ...]
-  in_flight: int = 64
-  timeout_s: float = 600.0
-  retries: int = 4
-  start_s: float = 120.0
-  outage_s: float = 120.0
+  in_flight: int = setting(64, "generations a server is given at once", low=1, affects=[])
+  timeout_s: float = setting(600.0, "seconds of one attempt of a generation", above=0, affects=[])
+  retries: int = setting(
+    4, "further attempts, on another server where there is one", low=0, affects=[]
+  )
+  start_s: float = setting(
+    120.0, "seconds until every server must have answered first", above=0, affects=[]
+  )
+  outage_s: float = setting(120.0, "seconds for which no server may be usable", above=0, affects=[])
+  health_s: float = setting(
+    15.0, "seconds in which a server must tell its version", above=0, affects=[]
+  )
+  update_s: float = setting(600.0, "seconds of one update of the weights", above=0, affects=[])
   health_every_s: float = 2.0
-  health_s: float = 15.0
-  update_s: float = 600.0
   probe_tolerance: float = 1e-3
 
   def __post_init__(self):
+    super().__post_init__()
     if not self.urls or any(not url.startswith(("http://", "https://")) for url in self.urls):
       raise ValueError(
-        f"sampler.urls is {', '.join(self.urls) or 'empty'}; name each SGLang server as "
-        "http://HOST:PORT, with commas between them"
+        f"sampler.urls is {', '.join(map(without_password, self.urls)) or 'empty'}; name each "
+        "SGLang server as http://HOST:PORT, with commas between them"
       )
     if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-      raise ValueError(f"sampler.urls names a server twice: {', '.join(self.urls)}; name each once")
-    least = {"in_flight": 1, "retries": 0}
-    for field in dataclasses.fields(self)[1:]:
-      value, minimum = getattr(self, field.name), least.get(field.name, 0)
-      if value < minimum or field.name not in least and value <= 0:
-        raise ValueError(
-          f"sampler.{field.name}={value} is out of range; it must be "
-          f"{'at least ' + str(minimum) if field.name in least else 'above 0'}"
-        )
+      raise ValueError(
+        f"sampler.urls names a server twice: {', '.join(map(without_password, self.urls))}; name "
+        "each once"
+      )
+    for name in ("health_every_s", "probe_tolerance"):
+      if not getattr(self, name) > 0:
+        raise ValueError(f"sampler.{name}={getattr(self, name)} must be above 0")
 
 
 class Publication(Protocol):

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
+from stratified.config import setting, Settings
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
 from stratified.sampling.sglang import probe, torch_wire
@@ -33,29 +34,34 @@ from stratified.sampling.sglang.broadcast import Group
 from stratified.sampling.sglang.errors import Lost, Refused
 from stratified.sampling.sglang.server import Server
 
-SYNCS = ("disk", "tensor", "group")
-
 
 @dataclasses.dataclass(frozen=True)
-class PublishConfig:
+class PublishConfig(Settings):
   """How weights travel.
 
-  sync: disk, tensor or group. dtype: what they are stored as. directory: for disk, seen by every
-  server; empty is tmpfs. bucket_bytes: of a message. group_command, group_backend, group_address:
-  see group.py.
+  dtype: what they are stored as. bucket_bytes: of a message. group_command: the helper process that
+  broadcasts, see broadcast.py.
   """
 
-  sync: str = "disk"
+  SECTION = "sampler"
+  sync: str = setting(
+    "disk", "how weights reach the servers", choices=["disk", "tensor", "group"], affects=[]
+  )
+  directory: str = setting(
+    "", "sync=disk: a folder that every server sees; empty is tmpfs", affects=[]
+  )
+  group_backend: str = setting(
+    "gloo", "sync=group: what broadcasts", choices=["gloo", "nccl"], affects=[]
+  )
+  group_address: str = setting(
+    "127.0.0.1", "sync=group: address at which the servers meet this process", affects=[]
+  )
   dtype: str = "float32"
-  directory: str = ""
   bucket_bytes: int = 2**28
   group_command: tuple[str, ...] = ()
-  group_backend: str = "gloo"
-  group_address: str = "127.0.0.1"
 
   def __post_init__(self):
-    if self.sync not in SYNCS:
-      raise ValueError(f"sampler.sync={self.sync!r} is unknown; choose one of {', '.join(SYNCS)}")
+    super().__post_init__()
     if self.dtype not in torch_wire.STORAGES:
       raise ValueError(
         f"sampler.dtype={self.dtype!r} is unknown; choose one of {', '.join(torch_wire.STORAGES)}"

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
-from stratified.sampling.interface import Request
+from stratified.sampling.interface import check_sampling, Request
 from stratified.sampling.sglang.errors import Lost, Stale
 
 
@@ -27,12 +27,7 @@ class Sampling:
   top_p: float = 1.0
 
   def __post_init__(self):
-    if not (self.temperature >= 0 and 0 < self.top_p <= 1):
-      raise ValueError(
-        f"temperature={self.temperature} and top_p={self.top_p} are out of range; the first is at "
-        "least "
-        "0, the second in (0, 1]"
-      )
+    check_sampling(self.temperature, self.top_p)
 
 
 @dataclasses.dataclass(frozen=True)

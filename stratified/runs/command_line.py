@@ -1,0 +1,106 @@
+"""What every program's command line has in common: one sentence for a mistake, and exit statuses.
+
+    if __name__ == "__main__":
+      command_line.run(main, config="configs/search_r1.py:tiny")
+
+Status 0 is success, 1 a refusal or failure that the program explains, 2 a command line that makes
+no sense, 130 an end by Ctrl-C.
+"""
+
+from collections.abc import Callable, Sequence
+import pathlib
+import re
+import sys
+from typing import Any
+
+from absl import app, flags
+
+from stratified.config import suggestion
+
+BAD_USAGE, INTERRUPTED = 2, 130
+
+
+def run(
+  main: Callable[[list[str]], Any], *, config: str | None = None, words: bool = False
+) -> None:
+  """Parses the command line, calls `main([program, word, ...])` and exits.
+
+  config: the value of --config where it is not given, for a program that defines that flag with the
+  default None: a config that was loaded while the flag is defined would report its mistakes as
+  tracebacks. words: whether the program takes anything beside flags.
+  """
+  try:
+    app.run(main, flags_parser=lambda argv: parse(_with_default(argv, config), words))
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
+
+
+def define_choice(name: str, bare: str, choices: Sequence[str], meaning: str) -> flags.FlagHolder:
+  """A flag that may stand alone, `--name`, which then means `--name={bare}`; None without it."""
+  words = {"true": bare} | {choice: choice for choice in choices}
+
+  class Parser(flags.ArgumentParser):
+    def parse(self, argument: str) -> str:
+      if argument not in words:
+        raise ValueError(f"choose one of {', '.join(choices)}")
+      return words[argument]
+
+  flag = flags.Flag(Parser(), flags.ArgumentSerializer(), name, None, meaning, boolean=True)
+  return flags.DEFINE_flag(flag)
+
+
+def parse(argv: Sequence[str], words: bool = False) -> list[str]:
+  """Sets the flags; exits with status 2 and one sentence where they make no sense."""
+  program = pathlib.Path(argv[0]).name
+  try:
+    rest = flags.FLAGS(list(argv))
+    if "config" in flags.FLAGS:
+      flags.FLAGS["config"].value  # where a file does not exist, this is what raises
+  except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+    refuse(f"{sentence(error, argv)} ({program} --help lists the flags)")
+  if rest[1:] and not words:
+    way = f"; is --config={rest[1]} meant?" if ".py" in rest[1] else ""
+    refuse(f"{rest[1]!r} is no flag, and {program} takes nothing else{way}")
+  return rest
+
+
+def refuse(text: str) -> None:
+  """Ends the program for a command line that makes no sense."""
+  print(text, file=sys.stderr)
+  sys.exit(BAD_USAGE)
+
+
+def sentence(error: Exception, argv: Sequence[str]) -> str:
+  """What is wrong with a command line, in one line, from an exception of absl or ml_collections."""
+  text = str(error.args[0] if error.args else error)
+  if isinstance(error, AttributeError | KeyError) and (found := re.match(r"\W*(\w+)", text)):
+    return _unknown_field(found[1], argv)
+  if isinstance(error, OSError):
+    file = next(iter(re.findall(r"--config[= ](\S+)", " ".join(argv))), "")
+    return f"--config={file} names no config file that exists"
+  if found := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", text):
+    return f"--{found[1]} is missing: {flags.FLAGS[found[1]].help}"
+  if "Error whilst parsing config file" in text:
+    last = [line for line in text.splitlines() if line.strip()][-1]
+    return f"{text.split(':', 1)[0]}: {last}".replace("flag --config=", "--config=")
+  if found := re.match(r"Unknown command line flag '(.*?)'\.?(?: Did you mean: (.*?) \?)?", text):
+    hint = f"; did you mean --{found[2].strip()}?" if found[2] else ""
+    return f"--{found[1]} is no flag{hint}"
+  return " ".join(text.split())
+
+
+def _unknown_field(name: str, argv: Sequence[str]) -> str:
+  """The mistyped field as the command line has it, with the nearest that exist."""
+  from stratified.runs import settings  # every part's module, which a right command does not need
+
+  given = [arg.split("=")[0].removeprefix("--") for arg in argv if arg.startswith("--config.")]
+  typed = next((one for one in given if name in one.split(".")), f"config.{name}")
+  typed = typed.removeprefix("config.")
+  near = suggestion(typed, settings.rules()).replace("did you mean ", "did you mean --config.")
+  return f"--config.{typed} is no field of a config{near}"
+
+
+def _with_default(argv: Sequence[str], config: str | None) -> list[str]:
+  given = any(re.match(r"--?config(=|$)", arg) for arg in argv)
+  return [*argv] if given or config is None else [argv[0], f"--config={config}", *argv[1:]]

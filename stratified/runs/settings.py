@@ -1,0 +1,148 @@
+"""All settings of a run: the classes that declare them, and what follows from their declarations."""
+
+import dataclasses
+import functools
+import pathlib
+
+from stratified import config as configs
+from stratified import files
+from stratified.config import setting, Settings
+from stratified.learner.batching import PackingSettings
+from stratified.retrieval.client import HttpSettings
+from stratified.retrieval.retrievers import RetrieverSettings
+from stratified.runs import sections
+from stratified.runs.checkpoint import CheckpointSettings
+from stratified.runs.samplers import SamplerSettings
+from stratified.runs.writer import LoggingSettings
+from stratified.sampling.in_process import SamplerConfig
+from stratified.sampling.interface import SamplingSettings
+from stratified.sampling.sglang.members import FleetConfig
+from stratified.sampling.sglang.publish import PublishConfig
+from stratified.sharding import MeshSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings(Settings):
+  """A run as a whole."""
+
+  seed: int = setting(0, "what every random key derives from", low=0, high=2**31 - 1)
+  num_steps: int = setting(
+    200, "steps of reinforcement learning", low=1, affects=["training"], grows=True
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings(Settings):
+  """How many rollouts a step has, and of which policy they are."""
+
+  SECTION = "rollout"
+  samples_per_question: int = setting(
+    8, "rollouts of each question, its group", low=1, affects=["training"]
+  )
+  max_staleness: int = setting(
+    0,
+    "steps that the sampling policy may lag behind; 1 samples while the update runs",
+    choices=[0, 1],
+    affects=["training"],
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorySettings(Settings):
+  """Where parts of the training state lie between updates."""
+
+  SECTION = "memory"
+  optimizer: str = setting(
+    "device", "where the optimizer's state lies", choices=["device", "host"], affects=[]
+  )
+  reference: str = setting(
+    "device", "where the KL's reference lies", choices=["device", "host"], affects=[]
+  )
+
+  @property
+  def host_parts(self) -> tuple[str, ...]:
+    """The parts of the training state that lie in the host's memory between updates."""
+    parts = {"opt_state": self.optimizer, "reference": self.reference}
+    return tuple(part for part, where in parts.items() if where == "host")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings(Settings):
+  """When a run is evaluated, and on how much."""
+
+  SECTION = "eval"
+  questions: int = setting(400, "questions of each held-out set", low=1, affects=["scores"])
+  every: int = setting(
+    0,
+    "steps between evaluations during training; 0 is only before and after",
+    low=0,
+    affects=["rows"],
+  )
+  forced: bool = setting(
+    False, "also the first policy made to search exactly 0, 1, 2, ... times", affects=["rows"]
+  )
+
+
+CLASSES = (
+  RunSettings,
+  *sections.CLASSES,
+  RolloutSettings,
+  SamplingSettings,
+  SamplerSettings,
+  SamplerConfig,
+  FleetConfig,
+  PublishConfig,
+  RetrieverSettings,
+  HttpSettings,
+  PackingSettings,
+  MemorySettings,
+  MeshSettings,
+  EvalSettings,
+  CheckpointSettings,
+  LoggingSettings,
+)
+
+
+def default_config():
+  """A ConfigDict with every field at its default, which presets change."""
+  return configs.to_config(*CLASSES)
+
+
+def read_workdir(workdir: pathlib.Path):
+  """The config that a run's folder keeps; a field that it does not have is at its default.
+
+  Raises ValueError for a field that does not exist any more.
+  """
+  config, path = default_config(), workdir / "config.json"
+  for name, value in files.flatten(files.read_object(path)).items():
+    if name not in rules():
+      raise ValueError(
+        f"{path} has the field {name}, which this version does not know; use the version that "
+        "trained the run"
+      )
+    value = tuple(value) if isinstance(value, list) else value
+    configs.check(name, value, rules()[name])
+    config.update_from_flattened_dict({name: value})
+  return config
+
+
+@functools.cache
+def rules() -> dict[str, configs.Rule]:
+  """{dotted name: rule} of every field of a run."""
+  return configs.rules(*CLASSES)
+
+
+def free() -> tuple[str, ...]:
+  """The fields that may change when a run resumes."""
+  return configs.free(rules())
+
+
+def within_group() -> tuple[str, ...]:
+  """The fields in which runs of one group may differ: the seed, and what changes no number."""
+  effects = ("training", "warm_start", "answers", "scores")
+  return ("seed", *configs.unaffected(rules(), *effects))
+
+
+def not_in_warm_start() -> tuple[str, ...]:
+  """The fields in which runs may differ that share a warm start bit for bit."""
+  return configs.unaffected(rules(), "warm_start", "rounding")
