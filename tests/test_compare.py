@@ -377,3 +377,26 @@ def test_the_command_writes_its_files_and_refuses_in_one_sentence(paper, tmp_pat
   assert "| SAN | 3 | 60.0" in done.stdout and (out / "comparison.md").read_text() in done.stdout
   refused = command(f"--out={out}", "/nowhere")
   assert refused.returncode == 1 and refused.stderr.startswith("there is no run in '/nowhere'")
+
+
+def test_a_page_needs_neither_jax_nor_scipy_to_start():
+  program = (
+    "import sys; from stratified.reports import comparison_page, run_page; "
+    "sys.exit(str([name for name in ('jax', 'scipy', 'torch') if name in sys.modules] or ''))"
+  )
+  done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+  assert done.stderr.strip() == "", done.stderr
+
+
+def test_no_table_of_the_page_is_wider_than_ten_columns(paper):
+  made = comparison.of([str(paper)], "advantage gn")
+  made_tables = comparison_page._tables(made)
+  assert [heading for heading, _, _ in made_tables] == [
+    "",
+    "Exact match × 100 by hops",
+    "How the agent searched",
+  ]
+  shown = [name for _, head, _ in made_tables for name in head]
+  head = comparison.table(made.groups, made.reference)[0]
+  assert sorted(shown) == sorted([*head, "group", "group"])  # each column once, the labels thrice
+  assert max(len(head) for _, head, _ in made_tables) <= 10

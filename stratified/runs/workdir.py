@@ -5,8 +5,9 @@
     evaluation.json                   the newest scores by question set
     trajectories/step_NNNNNN.jsonl    the rollouts of a step, one a line
 
-No other module reads these files of a run. `read` is lenient: what is missing or broken is empty
-and named in the notes. `config_of` and `evaluation_of` are strict.
+Other modules read these files through this one; beside it only what writes them (`writer`,
+`checkpoint`) opens them. `read` is lenient: what is missing or broken is empty and named in the
+notes. `config_of` and `evaluation_of` are strict.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
