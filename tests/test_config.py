@@ -238,12 +238,12 @@ def test_all_that_a_preset_lacks_is_listed_with_the_command_that_gets_each(tmp_p
 
 def test_what_was_checked_is_what_the_run_has():
   run = build.build(smallest())
-  assert run.packing.length == 128 and run.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1}
+  assert run.last.packing.length == 128 and run.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1}
   assert run.partition.num_strata == 4 and run.model.width == 16
   assert run.task.held_out(3) is run.task.held_out(3)
-  assert run.warm_optimizer is not None
+  assert [one.stage.name for one in run.stages] == ["warm_start", "reinforcement"]
   without = build.build(smallest(**{"warm_start.num_steps": 0}), task=False)
-  assert without.warm_optimizer is None and without.world is None
+  assert len(without.stages) == 1 and without.task is None
 
 
 ###  Passwords  ###

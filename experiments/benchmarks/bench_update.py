@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import pathlib
 import time
 
 import jax
@@ -68,7 +69,7 @@ def rollouts_of(workdir, count, vocabulary):
   """(token ids, loss mask) with the lengths of a run's newest rollouts; the tokens themselves are
   random."""
   rng, found = np.random.default_rng(0), []
-  for path in sorted(writer.trajectory_path(workdir, 0).parent.glob("step_*.jsonl"), reverse=True):
+  for path in sorted((pathlib.Path(workdir) / "trajectories").glob("step_*.jsonl"), reverse=True):
     for record in files.read_rows(path)[0]:
       mask = np.concatenate(
         [np.full(part["tokens"], part["origin"] == "policy") for part in record["segments"]]

@@ -1,39 +1,35 @@
 """The rollouts of one training step after another, sampled by all processes together."""
 
+from collections.abc import Sequence
 import concurrent.futures
 import time
 
 from stratified.agents import loop
 from stratified.learner import processes
 from stratified.tasks.base import Task
+from stratified.types import Question, Trajectory
 
 
-def collect(
-  task: Task,
-  questions,
-  *,
-  sampler,
-  tools,
-  limits,
-  samples_per_question: int,
-  step: int,
-  weight_version: int | None = None,
-):
-  """[n][K] rollouts of this process's share of the questions; `processes.exchange` makes all of
-  them of every process's."""
-  indices = processes.mine(len(questions))
+def collect_share(
+  task: Task, questions: Sequence[Question], *, indices: Sequence[int] | None = None, **how
+) -> list[list[Trajectory]]:
+  """[n][K] rollouts of this process's share of the questions; other threads may call it.
+
+  indices: the questions' numbers in the random keys, 0, 1, ... unless given. how: see `loop.collect`.
+  """
+  mine = processes.mine(len(questions))
   return loop.collect(
-    [questions[q] for q in indices],
-    indices=indices,
-    sampler=sampler,
-    tools=tools,
+    [questions[q] for q in mine],
+    indices=[q if indices is None else indices[q] for q in mine],
     tokenizer=task.tokenizer,
     protocol=task.protocol,
-    limits=limits,
-    samples_per_question=samples_per_question,
-    step=step,
-    weight_version=weight_version,
+    **how,
   )
+
+
+def collect(task: Task, questions: Sequence[Question], **how) -> list[list[Trajectory]]:
+  """The same of all questions: every process makes its share and gets those of the others."""
+  return processes.exchange(collect_share(task, questions, **how), len(questions))
 
 
 class Rollouts:
@@ -69,7 +65,7 @@ class Rollouts:
 
     def run():
       start, searched = time.perf_counter(), self._task.seconds
-      groups = collect(
+      groups = collect_share(
         self._task,
         self._task.questions_at(step),
         sampler=self._sampler,

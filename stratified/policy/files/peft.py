@@ -15,6 +15,8 @@ import jax
 import numpy as np
 
 from stratified.policy import decoder
+from stratified import files
+
 from stratified.policy import lora as adapters_
 from stratified.policy.files import hugging_face, safetensors
 
@@ -58,7 +60,7 @@ def save(
   partial = directory / f".{TENSORS}.partial"
   try:
     safetensors.write(partial, specs, tensors)
-    os.replace(partial, directory / TENSORS)
+    files.settle(partial, directory / TENSORS)
   finally:
     partial.unlink(missing_ok=True)
   text = json.dumps(adapter_config(config, lora, base), indent=2)
