@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from stratified.policy import decoder
 from stratified import files
-
+from stratified.policy import decoder
 from stratified.policy import lora as adapters_
 from stratified.policy.files import hugging_face, safetensors
 
