@@ -4,8 +4,7 @@ as a tool's response.
     <tool_call>                                           written by the policy, one or several
     {"name": "search", "arguments": {"query_list": ["a query", "another"]}}
     </tool_call><|im_end|>
-    <|im_start|>user                                      fed back, masked: what the template puts
-                                                          there
+    <|im_start|>user                                      fed back, masked, as the template puts it
     <tool_response>
     Doc 1(Title: ...) ...
     </tool_response><|im_end|>
