@@ -20,7 +20,7 @@ from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm, Stage
 from stratified.algorithms.supervised import Supervised
 from stratified.config import read
-from stratified.learner import batching, update
+from stratified.learner import batching, trial, update
 from stratified.learner import optimizer as optimizers
 from stratified.policy import attention, decoder, lora
 from stratified.policy.files import hugging_face
@@ -99,10 +99,11 @@ def build(config, *, task: bool = True) -> Run:
 def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
   """The parts of a config whose settings are checked, on a mesh; raises ValueError where they do
   not fit each other or the mesh."""
-  check_split(config, mesh, model)
-  check_adapter(config, model)
   assign = partition(config)
   method = algorithm(config, assign.num_strata)
+  model = dataclasses.replace(model, heads=method.HEADS)
+  check_split(config, mesh, model)
+  check_adapter(config, model)
   return Run(config, mesh, model, assign, method, stages(config, mesh, model, method))
 
 
@@ -220,9 +221,13 @@ def algorithm(config, num_strata: int) -> Algorithm:
     num_strata=num_strata,
     samples_per_question=config.rollout.samples_per_question,
     max_tokens=config.rollout.max_tokens,
+    max_turns=config.rollout.max_turns + 1,
   )
-  read_settings = functools.partial(read, config=config)
-  return algorithms.make(read(AlgorithmSettings, config).name, read_settings, facts)
+  name = read(AlgorithmSettings, config).name
+  made = algorithms.make(name, functools.partial(read, config=config), facts)
+  if ":" in name:
+    trial.check(made, f"algorithm.name={name!r}")
+  return made
 
 
 def stages(config, mesh, model, method: Algorithm) -> tuple[StageParts, ...]:
