@@ -161,8 +161,14 @@ def _config(workdir: pathlib.Path):
   """The config to evaluate with, and whether it is that of a run in the workdir."""
   stored = workdir / "config.json"
   if stored.exists():
+    if command_line.named():
+      raise ValueError(
+        f"--config is not used, since {workdir} holds a run with a config of its own; leave it out "
+        "(fields that may change can be given, such as --config.retriever.url=URL), or name "
+        "another --workdir"
+      )
     return evaluations.for_evaluation(_stored_config(stored)), True
-  if _CONFIG.value is None:
+  if not command_line.named():
     raise ValueError(
       f"{workdir} holds no run (no config.json): train one there, or name a preset with "
       "--config=configs/search_r1.py:PRESET"
@@ -233,4 +239,4 @@ def _row_of(label: str, theirs: dict[str, answers.Rows]) -> dict:
 
 
 if __name__ == "__main__":
-  command_line.run(main)
+  command_line.run(main, fields_of="configs/search_r1.py:tiny")

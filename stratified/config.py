@@ -210,7 +210,7 @@ def allowed(rule: Rule) -> str:
     bool: ("true or false",) * 2,
     str: ("text", "texts"),
   }.get(one, ("a value", "values"))[many]
-  parts = [words] + [f"{word} {limit:g}" for limit, word, _ in _bounds(rule)]
+  parts = [words] + [f"{word} {limit}" for limit, word, _ in _bounds(rule)]
   return ", ".join(parts) + (", or nothing" if _optional(rule.kind) and rule.kind else "")
 
 

@@ -17,7 +17,7 @@ from stratified.learner import update
 from stratified.learner.weights import Weights
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
-from stratified.runs import build, check, checkpoint
+from stratified.runs import build, checkpoint
 
 # Without a warm start's rows test_train's settings are a run of four steps, evaluated after the
 # second and the fourth.
@@ -150,4 +150,4 @@ def test_its_export_is_the_policy_that_it_evaluated(whole, tmp_path):
 )
 def test_adapters_that_can_not_be_trained_are_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
-    check.check(test_train.config(**changes))
+    build.build(test_train.config(**changes), world=False)

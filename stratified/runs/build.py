@@ -437,13 +437,18 @@ def _missing_files(config) -> list[str]:
   )
   found = _missing_model(config)
   for name in names:
-    if not worlds.path_of(config.data[name]).exists():
+    try:
+      exists = worlds.path_of(config.data[name]).exists()
+    except FileNotFoundError as error:  # STRATIFIED_DATA, or a name at all, is missing
+      found.append(f"{error}")
+      continue
+    if not exists:
       found.append(
         f"data.{name}={config.data[name]!r} does not exist; "
         f"name the file with --config.data.{name}=PATH or make it with "
         "python experiments/prepare_data.py --download=all --remove_duplicates"
       )
-  return found
+  return list(dict.fromkeys(found))
 
 
 def _missing_model(config) -> list[str]:
