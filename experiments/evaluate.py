@@ -13,7 +13,7 @@ written as it comes, and table.md, table.tex, table.json: the same command again
 stopped one was.
 """
 
-import json
+import functools
 import pathlib
 import sys
 
@@ -21,12 +21,15 @@ from absl import flags
 from ml_collections import config_flags
 
 from stratified import files
+from stratified.agents import loop
 from stratified.config import unaffected
-from stratified.evaluation import answers, runner, tables
-from stratified.learner.weights import Weights
+from stratified.evaluation import answers, paired, runner, tables
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, command_line, phases, settings
+from stratified.runs import build, command_line, evaluations, held_out, settings
 from stratified.runs import samplers as servers
+from stratified.runs import workdir as workdirs
+from stratified.runs.stop import Stop
+from stratified.runs.weights import Weights
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.tasks import base
 
@@ -58,51 +61,51 @@ _LABEL = flags.DEFINE_string("label", None, "The row's name in the tables.")
 
 
 def main(_) -> None:
-  workdir, stop = pathlib.Path(_WORKDIR.value), phases.Stop()
+  workdir, stop = pathlib.Path(_WORKDIR.value), Stop()
   try:
     config, stored = _config(workdir)
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
     made = build.build(config)
     limits = base.limits(config, forced_searches=_FORCED.value)
-    world, count = made.world, _QUESTIONS.value or config.eval.questions
-    sets = runner.question_sets(config, world, _SETS.value, None if count < 0 else count)
-    runner.check_shared(sets, others)
+    task, count = made.task, _QUESTIONS.value or config.eval.questions
+    sets = evaluations.question_sets(task, _SETS.value, None if count < 0 else count)
+    paired.check_shared({name: questions for name, (questions, _) in sets.items()}, others)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
-  phases.enable_compilation_cache()
+  build.enable_compilation_cache()
   model, mesh = made.model, made.mesh
   step, params = restore(made, workdir) if stored else (0, None)
   label = _LABEL.value or workdir.name + (f", step {step}" if stored else "")
   try:
     kept = answers.Answers(
       workdir / "evaluation" / _folder(step if stored else None, temperature),
-      runner.settings(
-        config,
-        settings.rules(),
-        step=step,
-        samples=_SAMPLES.value,
-        temperature=temperature,
-        forced=_FORCED.value,
+      evaluations.settings(
+        config, step=step, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value
       ),
     )
     if params is None:
       params = build.initial_params(config, model, mesh)
     config.rollout.temperature = temperature or config.rollout.temperature
-    with servers.samplers(config, mesh, model, world.tokenizer) as samplers:
+    with servers.samplers(config, mesh, model, task.tokenizer) as samplers:
       sampler = samplers[temperature == 0]
       sampler.load(params, runner.FIRST_STEP)
+      collect = functools.partial(
+        loop.collect,
+        sampler=sampler,
+        tokenizer=task.tokenizer,
+        protocol=task.protocol,
+        limits=limits,
+      )
       found = {
         name: runner.run(
-          kept,
           name,
           questions,
-          world=world,
-          tools=tools,
-          sampler=sampler,
-          limits=limits,
+          functools.partial(collect, tools=tools),
+          tools=task.tool_names,
           samples=_SAMPLES.value,
-          stop=stop,
+          kept=kept,
+          stop=lambda: stop.asked,
         )
         for name, (questions, tools) in sets.items()
       }
@@ -110,9 +113,9 @@ def main(_) -> None:
       workdir,
       kept.folder,
       step,
-      runner.row(label, found),
+      runner.table_row(label, found),
       [
-        (folder, runner.row(folder, _groups(theirs)), runner.paired(found, theirs))
+        (folder, _row_of(folder, theirs), paired.differences(found, theirs))
         for folder, theirs in others.items()
       ],
     )
@@ -135,10 +138,8 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
   print(text)
   files.write_atomic(folder / "table.md", text + "\n")
   files.write_atomic(folder / "table.tex", tables.latex(rows) + "\n")
-  paired = {name: tests for name, _, tests in others}
-  files.write_atomic(
-    folder / "table.json", json.dumps({"rows": rows, "paired": paired}, indent=2) + "\n"
-  )
+  found = {name: tests for name, _, tests in others}
+  files.write_json(folder / "table.json", {"rows": rows, "paired": found})
   scores = {"step": step, "sets": row["sets"], "average": row["average"]}
   if _FORCED.value is not None or _SAMPLES.value > 1 or _temperature_given():
     scores = {
@@ -148,7 +149,7 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
     }
   elif _SETS.value:
     scores["sets"] = _sets_of_step(workdir, step) | scores["sets"]
-  phases.record(workdir, scores)
+  held_out.record(workdir, scores)
 
 
 def restore(made: build.Run, workdir):
@@ -162,13 +163,19 @@ def _config(workdir: pathlib.Path):
   """The config to evaluate with, and whether it is that of a run in the workdir."""
   stored = workdir / "config.json"
   if stored.exists():
-    return runner.for_evaluation(_stored_config(stored)), True
-  if _CONFIG.value is None:
+    if command_line.named():
+      raise ValueError(
+        f"--config is not used, since {workdir} holds a run with a config of its own; leave it out "
+        "(fields that may change can be given, such as --config.retriever.url=URL), or name "
+        "another --workdir"
+      )
+    return evaluations.for_evaluation(_stored_config(stored)), True
+  if not command_line.named():
     raise ValueError(
       f"{workdir} holds no run (no config.json): train one there, or name a preset with "
       "--config=configs/search_r1.py:PRESET"
     )
-  return runner.for_evaluation(_CONFIG.value), False
+  return evaluations.for_evaluation(_CONFIG.value), False
 
 
 def _stored_config(path: pathlib.Path):
@@ -223,22 +230,15 @@ def _folder(step: int | None, temperature: float) -> str:
 def _sets_of_step(workdir: pathlib.Path, step: int) -> dict:
   """The sets that evaluation.json knows of the same step: evaluating others must not forget
   them."""
-  path = workdir / "evaluation.json"
-  known = files.read_object(path) if path.exists() else {}
+  known = workdirs.evaluation_of(workdir)
   return known.get("sets", {}) if known.get("step") == step else {}
 
 
-def _groups(theirs: dict) -> dict[str, list[list[dict]]]:
-  """[Q][K] rows of another evaluation, by set."""
-  grouped = {}
-  for name, rows in theirs.items():
-    by_id = {}
-    for (id, _), one in sorted(rows.items()):
-      by_id.setdefault(id, []).append(one)
-    if by_id:
-      grouped[name] = list(by_id.values())
-  return grouped
+def _row_of(label: str, theirs: dict[str, answers.Rows]) -> dict:
+  """The row of another evaluation."""
+  sets = {name: answers.by_question(rows) for name, rows in theirs.items() if rows}
+  return runner.table_row(label, sets)
 
 
 if __name__ == "__main__":
-  command_line.run(main)
+  command_line.run(main, fields_of="configs/search_r1.py:tiny")

@@ -25,10 +25,10 @@ from ml_collections import config_flags
 
 from stratified import config as configs
 from stratified.data import tokenizer as tokenizers
-from stratified.learner.weights import Weights
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face, peft, safetensors
 from stratified.runs import build, command_line, settings
+from stratified.runs.weights import Weights
 from stratified.tasks import named
 
 _CONFIG = config_flags.DEFINE_config_file(

@@ -36,7 +36,7 @@ from ml_collections import config_flags
 
 from stratified import files
 from stratified.config import allowed, suggestion
-from stratified.reports import comparison_page
+from stratified.reports import comparison
 from stratified.runs import command_line, sweeps
 from stratified.runs import settings as run_settings
 from stratified.runs import workdir as workdirs
@@ -201,7 +201,7 @@ def plan(
     fields = {key: value for key, value in {**given, **point}.items() if key != "preset"}
     flags_ = [f"--config={file}" + f":{preset}" * bool(preset)]
     flags_ += [f"--config.{key}={_text(value)}" for key, value in fields.items()]
-    stored = files.flatten(json.loads(config.to_json()))
+    stored = files.flatten(files.parse(config.to_json()))
     jobs.append((Job(name, setting, folder / name, tuple(flags_), stored), config))
   return jobs
 
@@ -221,20 +221,20 @@ def write_table(jobs: Sequence[Job], folder: pathlib.Path) -> str:
   notes = [
     said for runs in groups.values() for run in runs if (said := workdirs.problem(run, None))
   ]
-  made = comparison_page.Comparison(groups, next(iter(groups)), None, notes)
+  made = comparison.Comparison(groups, next(iter(groups)), None, notes)
   folder.mkdir(parents=True, exist_ok=True)
   for name, text in (
-    ("sweep.md", comparison_page.as_markdown(made)),
-    ("sweep.json", json.dumps(comparison_page.as_json(made), indent=2) + "\n"),
+    ("sweep.md", comparison.as_markdown(made)),
+    ("sweep.json", json.dumps(comparison.as_json(made), indent=2) + "\n"),
   ):
     own = folder / f"{name}.{os.getpid()}"  # several indices may end at the same moment
     files.write_atomic(own, text)
-    os.replace(own, folder / name)
-  return comparison_page.as_markdown(made)
+    files.settle(own, folder / name)
+  return comparison.as_markdown(made)
 
 
 def listing(jobs: Sequence[Job]) -> str:
-  return comparison_page.markdown(
+  return comparison.markdown(
     [["index", "run", "where it stands"]]
     + [[str(i), job.name, sweeps.where(job)] for i, job in enumerate(jobs)]
   )
@@ -247,7 +247,7 @@ def check(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
   refused = []
   for job, config in jobs:
     try:
-      build.build(config, world=False)
+      build.build(config, task=False)
     except (ValueError, FileNotFoundError) as error:
       refused.append(f"{job.name}: {error}")
   return refused

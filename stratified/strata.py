@@ -144,9 +144,7 @@ class StrataSettings(Settings):
     "by *, random, or module:function",
     affects=("training",),
   )
-  cap: int = setting(
-    4, "counts from 0 to here get a stratum each", low=1, affects=("training",)
-  )
+  cap: int = setting(4, "counts from 0 to here get a stratum each", low=1, affects=("training",))
 
 
 # Each with the number of strata at a cap: counts above the cap share its stratum.

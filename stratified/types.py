@@ -4,6 +4,7 @@ Shape letters used as suffixes in kernels and policy code:
 
     q  question of the step           k  rollout (sample) of one question, a group
     a  micro-batch                    r  packed row of it
+    m  mini-batch, one update each
     t  token position in a row        l  layer
     s  stratum                        b  lane of the sampler
     d  model width                    v  vocabulary
@@ -147,34 +148,40 @@ class Trajectory:
 
 
 class Batch(NamedTuple):
-  """What one update sees: packed rows in micro-batches (leading a, r), and what belongs to the
-  rollouts (q, k).
+  """What one step's updates see: packed rows in micro-batches, and what belongs to the rollouts.
 
-  token_art, position_art, segment_art: int32 [A, R, T]; segment 0 is padding, positions restart in
-  each segment. loss_mask_art: float32 [A, R, T], 1 where token_art was sampled by the policy (its
-  log-prob comes from t - 1). sampler_logp_art: float32 [A, R, T], the sampler's log-prob there, 0
-  elsewhere. trajectory_art: int32 [A, R, T], index q * K + k of the token's trajectory, 0 on
-  padding. num_micro: int32, how many of the A micro-batches hold anything; the update runs only
-  these. length_qk: float32 [Q, K], number of policy tokens of each rollout. reward_qk, valid_qk:
-  float32 [Q, K]; stratum_qk: int32 [Q, K]; valid 0 marks a rollout lost to a fault.
+  Arrays over tokens are [A, R, T]; those over rollouts are [Q, K]:
+
+  token_art, position_art, segment_art: int32; segment 0 is padding, positions restart in each.
+  policy_art: float32, 1 where token_art was sampled by the policy (its log-prob comes from t - 1).
+  sampler_logp_art: float32, the sampler's log-prob there, 0 elsewhere.
+  trajectory_art: int32, index q * K + k of the token's trajectory, 0 on padding.
+  stream_art: {name: float32}, the numbers that the method gives each token (`Algorithm.streams`); a
+    loss counts its token as much as the stream of its name says.
+  first_m: int32 [M + 1]; mini-batch m is the micro-batches from first_m[m] to first_m[m + 1] - 1,
+    and those from first_m[M] on hold nothing.
+  mass_qk: {name: float32}, the sum of each stream over a rollout's tokens.
+  array_qk: {name: [Q, K, ...]}, what else the method takes from the rollouts (`Algorithm.arrays`).
+  reward_qk, valid_qk: float32; stratum_qk: int32; valid 0 marks a rollout lost to a fault.
   """
 
   token_art: Any
   position_art: Any
   segment_art: Any
-  loss_mask_art: Any
+  policy_art: Any
   sampler_logp_art: Any
   trajectory_art: Any
-  num_micro: Any
-  length_qk: Any
+  stream_art: dict[str, Any]
+  first_m: Any
+  mass_qk: dict[str, Any]
+  array_qk: dict[str, Any]
   reward_qk: Any
   stratum_qk: Any
   valid_qk: Any
 
 
 class TrainState(NamedTuple):
-  """Everything that a checkpoint holds. `step` counts updates, skipped ones too; it is the position
-  in the data."""
+  """Everything that a checkpoint holds. `step` counts rollout batches, the position in the data."""
 
   step: Any
   params: Any

@@ -3,7 +3,10 @@
 import sys
 import types
 
-from absl import flags
+from absl import (
+  flags,
+  logging,  # noqa: F401  its flags are defined here, before any program imports it
+)
 import jax
 import pytest
 

@@ -14,10 +14,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 import optax
-from small_rollouts import collate, decoder_config, parameters, random_groups
+from small_rollouts import collate, decoder_config, family, parameters, random_groups
 
-from stratified import advantages, sharding
+from stratified import sharding
 from stratified.learner import batching, update
+from stratified.learner import state as states
 from stratified.policy import lora
 
 CONFIG = decoder_config(
@@ -39,13 +40,11 @@ def take_step(sizes):
     mesh,
     CONFIG,
     SGD,
-    token_loss=update.policy_gradient(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
-    advantage=advantages.make("blend", num_strata=3, alpha=0.6),
-    num_strata=3,
+    family("blend", clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
     chunk=12,
     adapter=LORA,
   )
-  state = update.init_state(
+  state = states.init_state(
     mesh, CONFIG, parameters(CONFIG, scale=2.0), SGD, with_reference=True, adapter=LORA
   )
   rng = np.random.default_rng(0)
@@ -61,7 +60,7 @@ def take_step(sizes):
   )
   state, stats = step(state, batch)
   rest = state._replace(reference=lora.fingerprint(state.reference))
-  abstract = update.abstract_state(mesh, CONFIG, SGD, with_reference=True, adapter=LORA)
+  abstract = states.abstract_state(mesh, CONFIG, SGD, with_reference=True, adapter=LORA)
   alike = lambda a, b: all(
     jax.tree.leaves(
       jax.tree.map(lambda x, wanted: x.sharding.is_equivalent_to(wanted.sharding, x.ndim), a, b)

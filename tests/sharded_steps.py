@@ -16,10 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from small_rollouts import collate, decoder_config, OneCharacterEach, parameters, random_groups
+from small_rollouts import (
+  collate,
+  decoder_config,
+  family,
+  OneCharacterEach,
+  parameters,
+  random_groups,
+)
 
-from stratified import advantages, sharding
+from stratified import sharding
 from stratified.learner import batching, optimizer, update
+from stratified.learner import state as states
 from stratified.planning import compiled, hlo
 from stratified.sampling.in_process import JaxSampler, SamplerConfig
 from stratified.sampling.interface import Request
@@ -68,12 +76,10 @@ def take_step(name, sizes):
     mesh,
     config,
     chain,
-    token_loss=update.policy_gradient(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
-    advantage=advantages.make("blend", num_strata=3, alpha=0.6),
-    num_strata=3,
+    family("blend", clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
     chunk=12 if name == "tied" else None,
   )
-  state = update.init_state(mesh, config, parameters(config, scale=2.0), chain, with_reference=True)
+  state = states.init_state(mesh, config, parameters(config, scale=2.0), chain, with_reference=True)
   other = parameters(config, seed=1, scale=2.0)
   state = state._replace(
     reference={
@@ -84,7 +90,7 @@ def take_step(name, sizes):
     mesh, collate(random_groups(8, 3, vocab=64, longest=21, seed=4), rows=8, length=24, micro=3)
   )
   state, stats = step(state, batch)
-  abstract = update.abstract_state(mesh, config, chain, with_reference=True)
+  abstract = states.abstract_state(mesh, config, chain, with_reference=True)
   same_place = jax.tree.map(
     lambda x, wanted: x.sharding.is_equivalent_to(wanted.sharding, x.ndim), state, abstract
   )
@@ -106,7 +112,7 @@ def take_step(name, sizes):
       key: x.addressable_shards[0].data.size / x.size for key, x in state.params.items()
     },
     "as_abstract": all(jax.tree.leaves(same_place)),
-    "num_micro": int(batch.num_micro),
+    "num_micro": int(batch.first_m[-1]),
   }
   arrays = {key: np.asarray(value) for key, value in arrays.items()}
   step(state, batch)
@@ -156,7 +162,7 @@ def programs():
     sharding.make_mesh(2, 2, 2),
     optimizer.make(learning_rate=1e-3),
   )
-  state = update.abstract_state(mesh, config, chain, with_reference=True)
+  state = states.abstract_state(mesh, config, chain, with_reference=True)
   batch = batching.place(
     mesh, collate(random_groups(8, 3, vocab=64, longest=21, seed=4), rows=8, length=24, micro=3)
   )
@@ -166,9 +172,7 @@ def programs():
       mesh,
       config,
       chain,
-      token_loss=update.policy_gradient(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
-      advantage=advantages.make("blend", num_strata=3, alpha=0.6),
-      num_strata=3,
+      family("blend", clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
       chunk=chunk or None,
     )
     text = step.lower(state, batch).compile().as_text()

@@ -34,6 +34,14 @@ LLAMA3 = dict(
   original_max_position_embeddings=32,
 )
 ROPE = dict(rope_type="default", rope_theta=50.0)
+YARN = dict(
+  rope_type="yarn", rope_theta=50.0, factor=4.0, original_max_position_embeddings=64
+)  # all three parts of its ramp lie within five pairs
+YARN_IN_FULL = YARN | dict(attention_factor=1.3, beta_fast=8.0, beta_slow=2.0, truncate=False)
+LINEAR = dict(rope_type="linear", rope_theta=50.0, factor=2.5)
+# Of three layers two see no further than six tokens.
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+MIXED = SIZES | dict(num_hidden_layers=3, sliding_window=6)
 
 FAMILIES = {
   "llama-tied": lambda: transformers.LlamaConfig(
@@ -51,6 +59,31 @@ FAMILIES = {
     head_dim=10,
     tie_word_embeddings=True,
   ),
+  "llama-linear": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
+  "llama-yarn": lambda: transformers.LlamaConfig(
+    **SIZES, rope_parameters=YARN_IN_FULL, head_dim=16
+  ),
+  "qwen3-yarn": lambda: transformers.Qwen3Config(**SIZES, rope_parameters=YARN, head_dim=10),
+  "qwen2-window": lambda: transformers.Qwen2Config(
+    **MIXED, rope_parameters=ROPE, use_sliding_window=True, max_window_layers=1
+  ),
+  "mistral": lambda: transformers.MistralConfig(
+    **SIZES, rope_parameters=ROPE, head_dim=10, sliding_window=6
+  ),
+  "mistral-open": lambda: transformers.MistralConfig(
+    **SIZES, rope_parameters=ROPE, sliding_window=None
+  ),
+  "ministral": lambda: transformers.MinistralConfig(
+    **MIXED, rope_parameters=YARN, head_dim=10, layer_types=[LOCAL, GLOBAL, LOCAL]
+  ),
+  "gemma3": lambda: transformers.Gemma3TextConfig(
+    **MIXED,
+    head_dim=10,
+    query_pre_attn_scalar=7,
+    layer_types=[LOCAL, GLOBAL, LOCAL],
+    rope_parameters={GLOBAL: LINEAR, LOCAL: dict(rope_type="default", rope_theta=20.0)},
+  ),
+  "olmo2": lambda: transformers.Olmo2Config(**SIZES, rope_parameters=ROPE),
 }
 
 

@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 
+from stratified import advantages
+from stratified.algorithms.grpo import Grpo, PolicyLossSettings
 from stratified.learner import batching
-from stratified.policy import decoder
+from stratified.policy import decoder, weights
 from stratified.types import Call, Question, Segment, Trajectory, Turn
 
 QUESTION = Question("q", "Who?", ("Ada",))
@@ -27,13 +29,25 @@ def parameters(config: decoder.DecoderConfig, seed: int = 0, scale: float = 1.0)
   start = {
     name: np.asarray(value) for name, value in decoder.init(config, jax.random.key(seed)).items()
   }
-  special = lambda name: "norm" in name or "bias" in name
+  special = lambda name: weights.kind(name) in ("norm", "bias")
   return {
     name: value + 0.1 * rng.standard_normal(value.shape, np.float32)
     if special(name)
     else value * np.float32(scale)
     for name, value in start.items()
   }
+
+
+def family(
+  name: str = "gn", *, alpha: float = 0.6, num_strata: int = 3, max_tokens: int = 1, **loss
+):
+  """A method of the group family: its estimator and its loss."""
+  return Grpo(
+    advantages.AdvantageSettings(name=name, alpha=alpha),
+    PolicyLossSettings(**loss),
+    num_strata,
+    max_tokens,
+  )
 
 
 def trajectory(*parts, searches: int = 0, **fields) -> Trajectory:
@@ -100,6 +114,8 @@ def collate(
   strata=None,
   num_strata: int = 3,
   micro=None,
+  mini_batches: int = 1,
+  algorithm=None,
 ):
   """A batch with rewards and strata of a fixed pattern unless given."""
   count = len(groups) * len(groups[0])
@@ -108,11 +124,18 @@ def collate(
     (np.arange(count) % 3 == 0).astype(np.float32).reshape(shape) if rewards is None else rewards
   )
   strata = (np.arange(count) % num_strata).reshape(shape) if strata is None else strata
-  packing = batching.Packing.for_rollouts(count, length=length, rows=rows)
+  packing = batching.Packing.for_rollouts(
+    count, length=length, rows=rows, mini_batches=mini_batches
+  )
   if micro is not None:
     packing = dataclasses.replace(packing, micro=micro)
   return batching.collate(
-    groups, packing=packing, rewards=rewards, strata=strata, num_strata=num_strata
+    groups,
+    packing=packing,
+    algorithm=algorithm or family(),
+    rewards=rewards,
+    strata=strata,
+    num_strata=num_strata,
   )
 
 

@@ -45,9 +45,11 @@ def test_a_rollout_is_a_line_with_its_scores(tmp_path):
 def test_another_process_goes_on_in_the_same_folder(tmp_path):
   answers.Answers(tmp_path, SETTINGS).append("nq", rollout("q0"))
   kept = answers.Answers(tmp_path, dict(SETTINGS))
-  assert answers.unfinished(kept.read("nq"), ["q0", "q1"], 1) == [1]
-  assert answers.unfinished(kept.read("nq"), ["q0", "q1"], 2) == [0, 1]
-  assert answers.unfinished(kept.read("popqa"), ["q0"], 1) == [0]
+  known = kept.read("nq")
+  rows = lambda samples: [[known.get((id, k)) for k in range(samples)] for id in ("q0", "q1")]
+  assert answers.unfinished(rows(1)) == [1]
+  assert answers.unfinished(rows(2)) == [0, 1]
+  assert kept.read("popqa") == {}
 
 
 def test_a_torn_last_line_is_cut_off_and_run_again(tmp_path):
@@ -66,9 +68,9 @@ def test_a_torn_last_line_is_cut_off_and_run_again(tmp_path):
 def test_a_lost_rollout_is_tried_again_and_the_newest_counts(tmp_path):
   kept = answers.Answers(tmp_path, SETTINGS)
   kept.append("nq", rollout(answer=None, stop="fault", fault="no reply"))
-  assert answers.unfinished(kept.read("nq"), ["q0"], 1) == [0]
+  assert answers.unfinished([[kept.read("nq")["q0", 0]]]) == [0]
   kept.append("nq", rollout())
-  assert answers.unfinished(kept.read("nq"), ["q0"], 1) == []
+  assert answers.unfinished([[kept.read("nq")["q0", 0]]]) == []
   assert kept.read("nq")["q0", 0]["exact_match"] == 1.0
 
 
@@ -87,7 +89,12 @@ def test_other_settings_are_refused_by_name(tmp_path):
     answers.Answers(tmp_path, SETTINGS)
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"id": "q"}', '{"id": "q", "sample": 0}'])
+NO_SCORE = json.dumps(answers.record(rollout()) | {"exact_match": None})
+
+
+@pytest.mark.parametrize(
+  "line", ["nonsense", "[1]", '{"id": "q"}', '{"id": "q", "sample": 0}', NO_SCORE, "[" * 100_000]
+)
 def test_lines_that_are_no_rollouts_are_refused(tmp_path, line):
   kept = answers.Answers(tmp_path, SETTINGS)
   kept.path("nq").write_text(line + "\n")

@@ -4,10 +4,14 @@ import dataclasses
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import jax
 import numpy as np
 import pytest
-from small_rollouts import random_groups, trajectory
+from small_rollouts import family, random_groups, trajectory
 
+from stratified import advantages
+from stratified.algorithms.grpo import Grpo, PolicyLossSettings
+from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching
 
 PACKING = batching.Packing(length=8, rows=2, micro=2)
@@ -35,10 +39,20 @@ ZERO = [[0] * 8] * 2
 
 
 def collate(
-  groups=GROUPS, packing=PACKING, rewards=((1, 0), (0, 0.5)), strata=((1, 0), (0, 2)), num_strata=3
+  groups=GROUPS,
+  packing=PACKING,
+  rewards=((1, 0), (0, 0.5)),
+  strata=((1, 0), (0, 2)),
+  num_strata=3,
+  algorithm=None,
 ):
   return batching.collate(
-    groups, packing=packing, rewards=rewards, strata=strata, num_strata=num_strata
+    groups,
+    packing=packing,
+    algorithm=algorithm or family(),
+    rewards=rewards,
+    strata=strata,
+    num_strata=num_strata,
   )
 
 
@@ -48,17 +62,17 @@ def test_every_array_of_a_batch_made_by_hand():
     "token_art": [[1, 2, 3, 4, 5, 6, 7, 0], [9, 11, 12, 13, 1, 2, 8, 0]],
     "position_art": [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 3, 0, 1, 2, 0]],
     "segment_art": [[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 2, 2, 2, 0]],
-    "loss_mask_art": [[0, 0, 1, 1, 0, 0, 1, 0], [0, 1, 1, 1, 0, 0, 1, 0]],
+    "policy_art": [[0, 0, 1, 1, 0, 0, 1, 0], [0, 1, 1, 1, 0, 0, 1, 0]],
     "sampler_logp_art": [[0, 0, -0.1, -0.2, 0, 0, -0.3, 0], [0, -0.5, -0.6, -0.7, 0, 0, -0.4, 0]],
     "trajectory_art": [[0, 0, 0, 0, 0, 0, 0, 0], [3, 3, 3, 3, 1, 1, 1, 0]],
   }
   for name, rows in expected.items():
-    dtype = np.float32 if name in ("loss_mask_art", "sampler_logp_art") else np.int32
+    dtype = np.float32 if name in ("policy_art", "sampler_logp_art") else np.int32
     found = getattr(batch, name)
     assert found.dtype == dtype, name
     np.testing.assert_array_equal(found, np.asarray([rows, ZERO], dtype), err_msg=name)
-  assert batch.num_micro == 1 and batch.num_micro.dtype == np.int32
-  np.testing.assert_array_equal(batch.length_qk, [[3, 1], [1, 3]])
+  assert batch.first_m.tolist() == [0, 1] and batch.first_m.dtype == np.int32
+  np.testing.assert_array_equal(batch.mass_qk["policy"], [[3, 1], [0, 3]])
   np.testing.assert_array_equal(batch.reward_qk, np.float32([[1, 0], [0, 0.5]]))
   np.testing.assert_array_equal(batch.stratum_qk, [[1, 0], [0, 2]])
   np.testing.assert_array_equal(batch.valid_qk, [[1, 1], [0, 1]])
@@ -96,9 +110,11 @@ def test_each_rollout_can_be_read_back_from_the_rows(questions, samples, rows, s
   zeros = np.zeros((questions, samples), int)
   batch = collate(groups, packing, zeros, zeros)
   assert batch.token_art.shape == (-(-questions * samples // rows), rows, 20)
-  assert (batch.segment_art[int(batch.num_micro) :] == 0).all()
+  assert (batch.segment_art[int(batch.first_m[-1]) :] == 0).all()
   flat = {
-    name: getattr(batch, name).reshape(-1, 20) for name in batch._fields if name.endswith("_art")
+    name: getattr(batch, name).reshape(-1, 20)
+    for name in batch._fields
+    if name.endswith("_art") and name != "stream_art"
   }
   found = {}
   for row, segments in enumerate(flat["segment_art"]):
@@ -107,7 +123,7 @@ def test_each_rollout_can_be_read_back_from_the_rows(questions, samples, rows, s
       np.testing.assert_array_equal(flat["position_art"][row, at], np.arange(len(at)))
       assert (np.diff(at) == 1).all() and len(set(flat["trajectory_art"][row, at])) == 1
       found[int(flat["trajectory_art"][row, at[0]])] = tuple(
-        flat[name][row, at].tolist() for name in ("token_art", "loss_mask_art", "sampler_logp_art")
+        flat[name][row, at].tolist() for name in ("token_art", "policy_art", "sampler_logp_art")
       )
   kept = {i: t for i, t in enumerate(t for group in groups for t in group) if t.fault is None}
   assert found.keys() == kept.keys()
@@ -123,7 +139,7 @@ def test_each_rollout_can_be_read_back_from_the_rows(questions, samples, rows, s
 def test_a_lost_rollout_takes_no_tokens_and_a_wholly_lost_step_is_one_empty_micro_batch():
   lost = [[dataclasses.replace(t, fault="lost") for t in group] for group in GROUPS]
   batch = collate(lost)
-  assert batching.num_tokens(batch) == 0 and batch.num_micro == 1
+  assert batching.num_tokens(batch) == 0 and batch.first_m[-1] == 1
   np.testing.assert_array_equal(batch.valid_qk, np.zeros((2, 2)))
 
 
@@ -146,19 +162,50 @@ def test_for_rollouts_has_room_for_rollouts_that_fill_a_row_each():
   ]
   zeros = np.zeros((3, 3), int)
   batch = collate(full, batching.Packing.for_rollouts(9, length=8, rows=4), zeros, zeros)
-  assert batch.num_micro == 3 and batching.num_tokens(batch) == 72
+  assert batch.first_m[-1] == 3 and batching.num_tokens(batch) == 72
 
 
-def test_the_context_counts_its_weight_except_each_rollouts_first_token():
-  batch = batching.weigh_context(collate(), 0.25)
+def test_what_a_demonstration_read_counts_its_weight_except_the_first_token():
+  batch = collate(algorithm=Supervised(0.25))
   np.testing.assert_array_equal(
-    batch.loss_mask_art,
+    batch.stream_art["imitation"],
     np.float32([[[0, 0.25, 1, 1, 0.25, 0.25, 1, 0], [0, 1, 1, 1, 0, 0.25, 1, 0]], ZERO]),
   )
   # 3 + 3 x 0.25, 1 + 0.25, nothing of the lost one, 3.
-  np.testing.assert_array_equal(batch.length_qk, np.float32([[3.75, 1.25], [0, 3]]))
-  unweighted = collate()
-  assert batching.weigh_context(unweighted, 0.0) is unweighted
+  np.testing.assert_array_equal(batch.mass_qk["imitation"], np.float32([[3.75, 1.25], [0, 3]]))
+  # The mask of what the policy wrote says nothing of it.
+  np.testing.assert_array_equal(batch.policy_art, collate().policy_art)
+
+
+def test_mini_batches_are_packed_apart_by_questions_in_their_order():
+  groups = [[trajectory(("prompt", [q + 1]), ("policy", [9] * (q + 1)), sample=k) for k in range(2)]
+            for q in range(4)]  # fmt: skip
+  zeros = np.zeros((4, 2), int)
+  packing = batching.Packing.for_rollouts(8, length=8, rows=2, mini_batches=2)
+  assert packing.micro == 4
+  batch = collate(groups, packing, zeros, zeros)
+  assert batch.first_m.tolist() == [0, 1, 3]
+  own = [set((batch.trajectory_art[low:high][batch.segment_art[low:high] > 0] // 2).tolist())
+         for low, high in ((0, 1), (1, 3))]  # fmt: skip
+  assert own == [{0, 1}, {2, 3}]
+
+
+def test_streams_of_another_length_than_the_rollout_are_refused():
+  class Short(Grpo):
+    def streams(self, trajectory, reward):
+      return {"policy": [1.0]}
+
+  algorithm = Short(advantages.AdvantageSettings(), PolicyLossSettings(), 3, 8)
+  with pytest.raises(ValueError, match="Short.streams gives 1 numbers under 'policy'.*one a token"):
+    collate(algorithm=algorithm)
+
+
+def test_a_batch_without_rollouts_has_the_shapes_of_one_with_them(mesh):
+  packing = batching.Packing(length=8, rows=2, micro=2)
+  described = batching.abstract(mesh, packing, Supervised(0.5), 2, 2)
+  made = batching.place(mesh, collate(packing=packing, algorithm=Supervised(0.5)))
+  for one, other in zip(jax.tree.leaves(described), jax.tree.leaves(made), strict=True):
+    assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +218,7 @@ def test_the_context_counts_its_weight_except_each_rollouts_first_token():
       dict(rewards=((1, float("nan")), (0, 1))),
       r"rollout 1 of question 'q' has the reward nan.*finite number",
     ),
+    (dict(rewards=((1e20, 0), (0, 1))), r"rollout 0 of question 'q' has the reward 1e\+20"),
     (
       dict(packing=batching.Packing(length=6, rows=2, micro=2)),
       r"a rollout of 7 tokens.*row of 6.*rollout\.max_tokens",
@@ -189,10 +237,9 @@ def test_what_does_not_fit_is_refused_in_words(changes, sentence):
 def test_place_splits_nothing_on_one_device_and_keeps_every_value(mesh):
   batch = collate()
   placed = batching.place(mesh, batch)
-  for name, value in batch._asdict().items():
-    found = getattr(placed, name)
+  for value, found in zip(jax.tree.leaves(batch), jax.tree.leaves(placed), strict=True):
     np.testing.assert_array_equal(np.asarray(found), value)
-    assert found.sharding.mesh == mesh, name
+    assert found.sharding.mesh == mesh
 
 
 def search_lengths(count=2048, seed=0):

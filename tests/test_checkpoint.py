@@ -15,7 +15,8 @@ import numpy as np
 import optax
 import pytest
 
-from stratified.runs import checkpoint
+from stratified.config import Rule
+from stratified.runs import checkpoint, settings
 from stratified.types import TrainState
 
 
@@ -88,7 +89,7 @@ def test_a_state_donated_right_after_save_is_saved_as_it_was(tmp_path):
 KILLED = """
 import sys
 import jax
-from stratified import checkpoint
+from stratified.runs import checkpoint
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import make_state
 with checkpoint.Checkpointer(sys.argv[1], every=1, keep=1) as checkpointer:
@@ -140,7 +141,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from stratified import checkpoint
+from stratified.runs import checkpoint
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import assert_same_bits, make_state
 
@@ -225,6 +226,7 @@ def test_intervals_below_one_are_refused(tmp_path):
     checkpoint.Checkpointer(tmp_path, every=0)
 
 
+RULES = settings.rules()
 CONFIG = {
   "seed": 0,
   "num_steps": 100,
@@ -248,25 +250,25 @@ def _changed(**changes):
 
 
 def test_the_first_run_stores_the_config_as_plain_json(tmp_path):
-  checkpoint.check_config(tmp_path / "new", CONFIG)
+  checkpoint.check_config(tmp_path / "new", CONFIG, RULES)
   assert json.loads((tmp_path / "new/config.json").read_text()) == json.loads(json.dumps(CONFIG))
 
 
 def test_what_does_not_change_the_result_may_change_and_is_stored(tmp_path):
-  checkpoint.check_config(tmp_path, CONFIG)
-  checkpoint.check_config(tmp_path, CONFIG)
+  checkpoint.check_config(tmp_path, CONFIG, RULES)
+  checkpoint.check_config(tmp_path, CONFIG, RULES)
   after = _changed(mesh__data=8, mesh__tensor=2, checkpoint__every=1, num_steps=200)
-  checkpoint.check_config(tmp_path, after)
+  checkpoint.check_config(tmp_path, after, RULES)
   assert json.loads((tmp_path / "config.json").read_text()) == after
 
 
 def test_what_changes_the_result_is_refused_with_both_values_and_the_file_stays(tmp_path):
-  checkpoint.check_config(tmp_path, CONFIG)
+  checkpoint.check_config(tmp_path, CONFIG, RULES)
   before = (tmp_path / "config.json").read_text()
   after = _changed(advantage__alpha=0.8, num_steps=50, seed=0.5, mesh__data=2, new={"name": "x"})
   del after["advantage"]["name"]
   with pytest.raises(ValueError) as caught:
-    checkpoint.check_config(tmp_path, after)
+    checkpoint.check_config(tmp_path, after, RULES)
   message = str(caught.value)
   for line in (
     "advantage.alpha: 0.6 in the workdir, 0.8 now",
@@ -281,16 +283,17 @@ def test_what_changes_the_result_is_refused_with_both_values_and_the_file_stays(
   assert (tmp_path / "config.json").read_text() == before
 
 
-def test_the_free_keys_are_the_callers(tmp_path):
-  checkpoint.check_config(tmp_path, CONFIG)
-  checkpoint.check_config(tmp_path, _changed(advantage__alpha=0.1), free_keys=("advantage.*",))
+def test_what_is_free_is_what_the_rules_say(tmp_path):
+  checkpoint.check_config(tmp_path, CONFIG, RULES)
+  free = {"advantage.alpha": Rule("", affects=())}
+  checkpoint.check_config(tmp_path, _changed(advantage__alpha=0.1), free)
   with pytest.raises(ValueError, match="mesh.data: 1 in the workdir, 4 now"):
-    checkpoint.check_config(tmp_path, _changed(advantage__alpha=0.1, mesh__data=4), free_keys=())
+    checkpoint.check_config(tmp_path, _changed(advantage__alpha=0.1, mesh__data=4), {})
 
 
 def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
   with pytest.raises(ValueError, match="cannot be stored as JSON"):
-    checkpoint.check_config(tmp_path, {"alpha": float("nan")})
+    checkpoint.check_config(tmp_path, {"alpha": float("nan")}, RULES)
   assert not (tmp_path / "config.json").exists()
 
 
@@ -316,4 +319,4 @@ def test_a_config_that_is_no_json_is_named_with_the_way_out(tmp_path, text):
     ValueError,
     match=r"config\.json is (not JSON .*|no JSON object), so it is damaged; .*new --workdir",
   ):
-    checkpoint.check_config(tmp_path, {"a": 1})
+    checkpoint.check_config(tmp_path, {"a": 1}, RULES)

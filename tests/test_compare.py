@@ -12,8 +12,7 @@ import pytest
 import scipy.stats
 from test_report import _Page
 
-from experiments import compare
-from stratified.reports import band_charts, comparison_page
+from stratified.reports import comparison, comparison_page, plots
 from stratified.runs import workdir as workdirs
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -123,7 +122,7 @@ def test_names_come_in_the_order_of_their_numbers(tmp_path):
 
 
 def test_runs_are_grouped_by_what_differs_but_not_by_the_seed(paper):
-  made = comparison_page.of([str(paper)])
+  made = comparison.of([str(paper)])
   assert {label: len(runs) for label, runs in made.groups.items()} == {
     "advantage blend": 3,
     "advantage gn": 3,
@@ -136,11 +135,11 @@ def test_runs_are_grouped_by_what_differs_but_not_by_the_seed(paper):
 def test_what_changes_no_result_makes_no_group(tmp_path):
   run(tmp_path / "a", checkpoint__every=10, mesh__data=1, seed=0)
   run(tmp_path / "b", checkpoint__every=99, mesh__data=8, seed=1)
-  assert list(comparison_page.of([str(tmp_path)]).groups) == ["all runs"]
+  assert list(comparison.of([str(tmp_path)]).groups) == ["all runs"]
 
 
 def test_a_label_that_mixes_settings_is_pointed_out(paper):
-  made = comparison_page.of(
+  made = comparison.of(
     [f"ours={paper}/san-*", f"ours={paper}/blend-*", f"GRPO={paper}/gn-*"], "GRPO"
   )
   assert "ours mixes runs that differ in advantage.name." in made.notes
@@ -171,7 +170,7 @@ def test_keys_of_one_last_name_keep_enough_of_the_rest():
 )
 def test_what_cannot_be_compared_is_refused_in_words(arguments, reference, sentence, paper):
   with pytest.raises(ValueError, match=sentence):
-    comparison_page.of([str(paper) if one == "HERE" else one for one in arguments], reference)
+    comparison.of([str(paper) if one == "HERE" else one for one in arguments], reference)
 
 
 # --- Numbers ---
@@ -180,7 +179,7 @@ def test_what_cannot_be_compared_is_refused_in_words(arguments, reference, sente
 def test_an_interval_is_students():
   values = [0.41, 0.47, 0.52, 0.43]
   low, high = scipy.stats.t.interval(0.95, 3, scipy.stats.tmean(values), scipy.stats.sem(values))
-  found = comparison_page.estimate(values)
+  found = comparison.estimate(values)
   assert (
     (found.low, found.high) == pytest.approx((low, high))
     and found.count == 4
@@ -190,7 +189,7 @@ def test_an_interval_is_students():
 
 def test_a_lone_run_has_wilsons_interval_over_its_questions_and_none_for_the_rest(tmp_path):
   run(tmp_path / "one", score=0.6)
-  end = comparison_page.summary([workdirs.read(tmp_path / "one")])
+  end = comparison.summary([workdirs.read(tmp_path / "one")])
   # Wilson's interval for 240 of 400 and 72 of 120, as scipy.stats.binomtest(k,
   # n).proportion_ci(method="wilson").
   for key, count in (("eval/exact_match", 400), ("eval/exact_match_hops_1", 120)):
@@ -207,12 +206,12 @@ def test_the_interval_over_questions_is_not_that_of_another_step(tmp_path):
   folder = run(tmp_path / "one")
   sets = {"held_out": {"exact_match": 0.6, "count": 400}}
   (folder / "evaluation.json").write_text(json.dumps({"step": 10, "sets": sets}))
-  assert comparison_page.summary([workdirs.read(folder)])["eval/exact_match"].low is None
+  assert comparison.summary([workdirs.read(folder)])["eval/exact_match"].low is None
 
 
 def test_differences_are_paired_by_seed(paper):
-  made = comparison_page.of([str(paper)], "advantage gn")
-  found = comparison_page.difference(made.groups["advantage san"], made.groups["advantage gn"])
+  made = comparison.of([str(paper)], "advantage gn")
+  found = comparison.difference(made.groups["advantage san"], made.groups["advantage gn"])
   # The seeds lie 10 points apart, the gain is 10 in each: paired, nothing is left of the spread
   # between seeds.
   assert found.over == "pairs" and found.count == 3
@@ -224,7 +223,7 @@ def test_without_a_shared_seed_the_interval_is_welchs(tmp_path):
   for i, score in enumerate(ours + theirs):
     run(tmp_path / f"{i}", seed=i, score=score)
   read = [workdirs.read(tmp_path / f"{i}") for i in range(5)]
-  found = comparison_page.difference(read[:3], read[3:])
+  found = comparison.difference(read[:3], read[3:])
   wanted = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
   assert found.over == "groups" and (found.low, found.high) == pytest.approx(
     (wanted.low, wanted.high)
@@ -232,7 +231,7 @@ def test_without_a_shared_seed_the_interval_is_welchs(tmp_path):
 
 
 def test_end_values_are_of_the_last_step_and_of_the_last_ten(tmp_path):
-  end = comparison_page.end_values(workdirs.read(run(tmp_path / "one", score=0.6, start=0.3)))
+  end = comparison.end_values(workdirs.read(run(tmp_path / "one", score=0.6, start=0.3)))
   assert end["eval/exact_match"] == 0.6 and end["start/exact_match"] == 0.3
   assert end["train/searches"] == pytest.approx(sum(1 + step / 20 for step in range(11, 21)) / 10)
   assert end["train/zero_share"] == 0.25 and end["train/rms"] == pytest.approx(0.8)
@@ -241,14 +240,14 @@ def test_end_values_are_of_the_last_step_and_of_the_last_ten(tmp_path):
 def test_a_curve_is_the_mean_over_runs_with_one_deviation_to_either_side(tmp_path):
   for seed, reward in enumerate((0.2, 0.4, 0.6)):
     run(tmp_path / f"{seed}", seed=seed, reward=reward, steps=20 if seed else 5)
-  curve = comparison_page.curve([workdirs.read(tmp_path / f"{i}") for i in range(3)], "reward/mean")
+  curve = comparison.curve([workdirs.read(tmp_path / f"{i}") for i in range(3)], "reward/mean")
   assert curve.x == list(range(1, 21))
   assert (curve.mean[0], curve.low[0], curve.high[0]) == pytest.approx((0.4, 0.2, 0.6))
   half = 0.1 * math.sqrt(2)
   assert (curve.mean[9], curve.low[9], curve.high[9]) == pytest.approx(
     (0.5, 0.5 - half, 0.5 + half)
   )
-  alone = comparison_page.curve([workdirs.read(tmp_path / "1")], "grad/norm")
+  alone = comparison.curve([workdirs.read(tmp_path / "1")], "grad/norm")
   assert 3 not in alone.x and set(alone.low) == {None}  # a value that was not finite is a gap
 
 
@@ -263,7 +262,7 @@ def test_runs_that_are_short_missing_or_broken_are_named_and_left_out_of_the_tab
   (paper / "torn" / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
   (paper / "broken").mkdir()
   (paper / "broken" / "config.json").write_text("[")
-  made = comparison_page.of([str(paper), str(paper / "nothing")], "advantage gn")
+  made = comparison.of([str(paper), str(paper / "nothing")], "advantage gn")
   said = "\n".join(made.notes)
   for sentence in (
     "short stands at step 7 of 20: in the curves only.",
@@ -274,17 +273,17 @@ def test_runs_that_are_short_missing_or_broken_are_named_and_left_out_of_the_tab
     "nothing holds no run",
   ):
     assert sentence in said
-  page, text = compare.page(made), comparison_page.as_markdown(made)
+  page, text = comparison_page.page(made), comparison.as_markdown(made)
   assert "| advantage gn | 3 of 6 | 50.0 [25.2, 74.8] | – |" in text
   assert "short stands at step 7 of 20" in _Page(page).text
-  json.dumps(comparison_page.as_json(made), allow_nan=False)
+  json.dumps(comparison.as_json(made), allow_nan=False)
 
 
 def test_a_group_without_any_finished_run_still_makes_a_page(tmp_path):
   run(tmp_path / "a", steps=3, evaluated=False)
-  made = comparison_page.of([str(tmp_path)])
-  assert "| all runs | 0 of 1 |" in comparison_page.as_markdown(made)
-  assert "Reward a rollout" in compare.page(made)
+  made = comparison.of([str(tmp_path)])
+  assert "| all runs | 0 of 1 |" in comparison.as_markdown(made)
+  assert "Reward a rollout" in comparison_page.page(made)
 
 
 def test_end_results_can_be_taken_at_an_earlier_step(tmp_path):
@@ -294,10 +293,10 @@ def test_end_results_can_be_taken_at_an_earlier_step(tmp_path):
     at = next(i for i, row in enumerate(rows) if row.get("step") == 20)
     rows[at + 1 : at + 1] = [{"step": 20, "eval/exact_match": 0.5}] * (name == "gn")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  made = comparison_page.of([str(tmp_path)], "advantage gn", step=20)
+  made = comparison.of([str(tmp_path)], "advantage gn", step=20)
   ends = {
     label: one["end"]["eval/exact_match"]["mean"]
-    for label, one in comparison_page.as_json(made)["groups"].items()
+    for label, one in comparison.as_json(made)["groups"].items()
   }
   assert ends == {"advantage gn": 0.5, "advantage san": 0.7}
 
@@ -306,7 +305,7 @@ def test_end_results_can_be_taken_at_an_earlier_step(tmp_path):
 
 
 def test_the_page_shows_both_curves_and_the_table_and_needs_nothing_else(paper):
-  text = compare.page(comparison_page.of([str(paper)], "advantage gn"))
+  text = comparison_page.page(comparison.of([str(paper)], "advantage gn"))
   page = _Page(text)
   assert not {"script", "link", "img", "iframe"} & set(page.tags)
   assert not [
@@ -331,15 +330,15 @@ def test_the_page_shows_both_curves_and_the_table_and_needs_nothing_else(paper):
 def test_hostile_names_never_become_markup(tmp_path):
   run(tmp_path / "a", advantage__name=HOSTILE)
   run(tmp_path / "b", advantage__name="gn", seed=HOSTILE)
-  made = comparison_page.of([str(tmp_path)])
-  page = _Page(compare.page(made))
+  made = comparison.of([str(tmp_path)])
+  page = _Page(comparison_page.page(made))
   assert "script" not in page.tags and "alert('x')" in page.text
-  xml.etree.ElementTree.fromstring(compare.picture(made))
+  xml.etree.ElementTree.fromstring(comparison_page.picture(made))
 
 
 def test_the_picture_is_an_svg_file_of_its_own(paper):
-  made = comparison_page.of([str(paper)])
-  root = xml.etree.ElementTree.fromstring(compare.picture(made))
+  made = comparison.of([str(paper)])
+  root = xml.etree.ElementTree.fromstring(comparison_page.picture(made))
   assert root.tag == "{http://www.w3.org/2000/svg}svg"
   shown = {element.text for element in root.iter() if element.tag.endswith("text")}
   assert {"Reward a rollout", "Searches a question", "advantage san"} <= shown
@@ -348,18 +347,18 @@ def test_the_picture_is_an_svg_file_of_its_own(paper):
 def test_a_sweep_over_one_number_is_drawn_in_shades_and_many_groups_stay_apart(tmp_path):
   for alpha in (0.0, 0.5, 1.0):
     run(tmp_path / f"alpha-{alpha}", advantage__alpha=alpha)
-  shades = compare.colors(comparison_page.of([str(tmp_path)]))
-  assert list(shades) == ["alpha 0", "alpha 0.5", "alpha 1"] and sorted(shades.values()) == list(
-    shades.values()
+  shades = comparison_page.looks_of(comparison.of([str(tmp_path)]))
+  assert list(shades) == ["alpha 0", "alpha 0.5", "alpha 1"]
+  assert sorted(shades.values()) == list(shades.values())
+  assert min(shades.values()) >= (plots.PALETTE, False)
+  many = plots.colors([f"group {i}" for i in range(14)])
+  series = [
+    plots.Series(name, [1, 2], [i, i], color, dashed=dashed)
+    for i, (name, (color, dashed)) in enumerate(many.items())
+  ]
+  drawn = xml.etree.ElementTree.fromstring(
+    plots.figure([plots.Panel("t", tuple(series))], standalone=True)
   )
-  assert min(shades.values()) >= band_charts.charts.PALETTE
-  names = [f"group {i}" for i in range(14)]
-  many = band_charts.colors(names)
-  none = [None, None]
-  plot = band_charts.Plot(
-    "t", tuple(band_charts.Band(name, [1, 2], [i, i], none, none) for i, name in enumerate(names))
-  )
-  drawn = xml.etree.ElementTree.fromstring(band_charts.figure_svg([plot], many, standalone=True))
   lines = [element for element in drawn.iter() if element.get("class", "").startswith("line ")]
   looks = {(line.get("class"), line.get("stroke-dasharray")) for line in lines}
   assert len(looks) == 14
@@ -378,3 +377,26 @@ def test_the_command_writes_its_files_and_refuses_in_one_sentence(paper, tmp_pat
   assert "| SAN | 3 | 60.0" in done.stdout and (out / "comparison.md").read_text() in done.stdout
   refused = command(f"--out={out}", "/nowhere")
   assert refused.returncode == 1 and refused.stderr.startswith("there is no run in '/nowhere'")
+
+
+def test_a_page_needs_neither_jax_nor_scipy_to_start():
+  program = (
+    "import sys; from stratified.reports import comparison_page, run_page; "
+    "sys.exit(str([name for name in ('jax', 'scipy', 'torch') if name in sys.modules] or ''))"
+  )
+  done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+  assert done.stderr.strip() == "", done.stderr
+
+
+def test_no_table_of_the_page_is_wider_than_ten_columns(paper):
+  made = comparison.of([str(paper)], "advantage gn")
+  made_tables = comparison_page._tables(made)
+  assert [heading for heading, _, _ in made_tables] == [
+    "",
+    "Exact match × 100 by hops",
+    "How the agent searched",
+  ]
+  shown = [name for _, head, _ in made_tables for name in head]
+  head = comparison.table(made.groups, made.reference)[0]
+  assert sorted(shown) == sorted([*head, "group", "group"])  # each column once, the labels thrice
+  assert max(len(head) for _, head, _ in made_tables) <= 10

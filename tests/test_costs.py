@@ -98,6 +98,17 @@ def test_sizes_are_found_by_a_directorys_name_and_unknown_ones_refused():
     sizes.decoder_of("x/Foo-1B")
 
 
+def test_a_local_layer_attends_to_no_more_than_its_window():
+  attention = lambda **window: (
+    costs.forward_flops(dataclasses.replace(CONFIG, **window), 10, 100)
+    - costs.forward_flops(CONFIG, 10, 0)
+  )
+  assert attention() == 4 * 10 * 256 * (100 + 100 + 100)
+  assert attention(window=40) == 4 * 10 * 256 * (40 + 40 + 40)
+  assert attention(window=40, local=(True, False, True)) == 4 * 10 * 256 * (40 + 100 + 40)
+  assert attention(window=400) == attention()
+
+
 def test_the_roofline_names_what_binds():
   device = costs.Device("d", 1e9, flops=1e12, bandwidth=1e9, link=1e8)
   assert costs.roofline(device, flops=2e12, moved=1e9) == (2.0, "compute")

@@ -2,6 +2,7 @@
 family."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,7 @@ def packed_logits(config, params, token, position, segment):
 
 @pytest.mark.parametrize(
   "family,implementation",
-  [(family, "library") for family in FAMILIES]
-  + [(family, "folded") for family in ("llama3", "qwen2-tied", "qwen3", "qwen3-tied")],
+  [(family, "library") for family in FAMILIES] + [(family, "folded") for family in FAMILIES],
 )
 def test_each_packed_segment_has_the_logits_that_transformers_gives_it_alone(
   family, implementation
@@ -107,7 +107,18 @@ def test_a_hidden_state_depends_on_the_earlier_tokens_of_its_own_segment_and_on_
   np.testing.assert_array_equal(found[real] > 0, allowed[real])
 
 
-@pytest.mark.parametrize("family,implementation", [("qwen2", "library"), ("qwen3-tied", "folded")])
+@pytest.mark.parametrize(
+  "family,implementation",
+  [
+    ("qwen2", "library"),
+    ("qwen3-tied", "folded"),
+    ("qwen3-yarn", "folded"),
+    ("ministral", "folded"),
+    ("mistral", "library"),
+    ("gemma3", "library"),
+    ("olmo2", "folded"),
+  ],
+)
 def test_gradients_of_the_mean_log_prob_equal_transformers(family, implementation):
   config, params = loaded(family, attention=implementation)
   token = np.random.default_rng(2).integers(0, 97, 15)
@@ -192,7 +203,7 @@ def feed(config, layers, cache, token, begin, end, width, lane=None):
   return extended(config, layers, block, position, cache, lane)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_in_chunks_then_single_tokens_gives_the_logits_of_the_packed_path(family):
   config, layers, token, truth = lanes_and_truth(family)
   cache, at = decoder.empty_cache(config, 4, LENGTH), np.zeros(4, int)
@@ -208,6 +219,39 @@ def test_prefill_in_chunks_then_single_tokens_gives_the_logits_of_the_packed_pat
     assert_close(found[:, 0], truth[np.arange(4), at])
     at += 1
   assert at.max() == LENGTH, "the longest lane fills the cache to its last place"
+
+
+@pytest.mark.parametrize(
+  "family", ["qwen3-yarn", "mistral", "ministral", "gemma3", "olmo2", "qwen2-window"]
+)
+def test_greedy_tokens_are_those_that_transformers_generates(family):
+  """Prompts longer than the window, so that it moves; by the cache, one token at a time."""
+  config, layers, token, _ = lanes_and_truth(family)
+  prompt = token[:1, :9]
+  net = small_models.model(family)
+  expected = net.generate(
+    torch.tensor(prompt), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
+  ).numpy()[0, 9:]
+  cache = decoder.empty_cache(config, 1, LENGTH)
+  found, cache = extended(config, layers, prompt, np.arange(9)[None], cache)
+  tokens = [int(found[0, -1].argmax())]
+  for at in range(9, 18):
+    found, cache = extended(config, layers, np.array([[tokens[-1]]]), np.array([[at]]), cache)
+    tokens.append(int(found[0, -1].argmax()))
+  assert tokens == expected.tolist()
+
+
+def test_in_a_window_of_six_a_token_sees_six_and_a_layer_above_it_eleven():
+  """Mistral has the window in both layers: information travels five tokens back in each."""
+  config, params = loaded("mistral")
+  token = np.arange(20)[None]
+  of = jax.jit(
+    lambda embed: decoder.hidden(
+      config, params | {"embed": embed}, token, np.arange(20)[None], np.ones_like(token)
+    )[0, 15].sum()
+  )
+  reached = np.abs(jax.grad(of)(params["embed"])).sum(-1)[:20] > 0
+  assert np.flatnonzero(reached).tolist() == list(range(5, 16))
 
 
 def test_a_subset_of_lanes_extends_alone_and_leaves_the_others_bit_for_bit():
@@ -255,3 +299,13 @@ def test_settings_that_fit_no_decoder_are_refused_by_name():
     decoder.DecoderConfig(**sizes)
   with pytest.raises(ValueError, match="remat='some' is unknown"):
     decoder.DecoderConfig(**sizes | dict(num_heads=4, remat="some"))
+  sizes |= dict(num_heads=4)
+  for changes, sentence in [
+    (dict(activation="tanh"), "activation='tanh' is unknown; choose one of .*gelu_tanh.*silu"),
+    (dict(window=-1), "window=-1 with local=()"),
+    (dict(local=(True,)), "window=0 with local=(True,)"),
+    (dict(window=2, local=(True, False)), "local must name all num_layers=1"),
+    (dict(pre_norms=False), "pre_norms=False needs post_norms=True"),
+  ]:
+    with pytest.raises(ValueError, match=re.escape(sentence) if "(" in sentence else sentence):
+      decoder.DecoderConfig(**sizes | changes)

@@ -2,6 +2,7 @@
 and once for real."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -16,12 +17,12 @@ from test_loop import Completion, Tokenizer
 
 from configs import baselines, search_r1
 from stratified import rewards
-from stratified.agents import tags
+from stratified.agents import loop, tags
 from stratified.agents.limits import Limits
-from stratified.evaluation import answers, runner
+from stratified.evaluation import answers, paired, runner
 from stratified.retrieval.corpus import Passage
-from stratified.runs import check
-from stratified.tasks import base, search_qa
+from stratified.runs import build, evaluations
+from stratified.tasks import search_qa
 from stratified.tools import search
 from stratified.types import Question
 
@@ -69,20 +70,17 @@ def questions(count, name="nq"):
   ]
 
 
-WORLD = types.SimpleNamespace(tokenizer=Tokenizer(), protocol=tags.short())
-
-
 def run(kept, asked, policy, *, samples=1, stop=GO_ON, name="nq"):
-  return runner.run(
-    kept,
-    name,
-    asked,
-    world=WORLD,
-    tools=(search.Search(Search(), 1),),
+  collect = functools.partial(
+    loop.collect,
     sampler=policy,
+    tools=(search.Search(Search(), 1),),
+    tokenizer=Tokenizer(),
+    protocol=tags.short(),
     limits=LIMITS,
-    samples=samples,
-    stop=stop,
+  )
+  return runner.run(
+    name, asked, collect, samples=samples, kept=kept, stop=lambda: stop.asked, active=False
   )
 
 
@@ -138,11 +136,44 @@ def test_an_answer_to_another_question_of_the_same_id_is_refused(tmp_path):
     match="nq.jsonl answers another question 'nq_0' than the data hold now; name another",
   ):
     run(kept, changed, Policy())
+  with pytest.raises(ValueError, match="nq asks two questions of the id 'nq_0'"):
+    run(answers.Answers(tmp_path / "twice", {}), [*questions(1), *changed], Policy())
+
+
+def test_without_a_folder_the_same_rollouts_are_kept_in_memory_alone(tmp_path):
+  kept = run(answers.Answers(tmp_path, {}), questions(5), Policy(), samples=2)
+  assert run(None, questions(5), Policy(), samples=2) == kept
+  # questions of one id are told apart by their places
+  twice = [questions(1)[0], dataclasses.replace(questions(1)[0], golden_answers=("else",))]
+  assert [group[0]["exact_match"] for group in run(None, twice, Policy())] == [1.0, 0.0]
+
+
+def test_two_processes_that_exchange_their_shares_get_the_rows_of_one(monkeypatch):
+  """What phases.py does with processes.mine and processes.exchange, in one process."""
+  alone = run(None, questions(7), Policy())
+  monkeypatch.setattr(runner, "CHUNK", 3)
+  collected = lambda policy: functools.partial(
+    loop.collect,
+    sampler=policy,
+    tools=(search.Search(Search(), 1),),
+    tokenizer=Tokenizer(),
+    protocol=tags.short(),
+    limits=LIMITS,
+  )
+
+  def exchanged(asked, *, indices, **options):
+    parts = [
+      collected(Policy())(asked[p::2], indices=indices[p::2], **options) if asked[p::2] else []
+      for p in range(2)
+    ]
+    return [parts[q % 2][q // 2] for q in range(len(asked))]
+
+  assert runner.run("nq", questions(7), exchanged, active=False) == alone
 
 
 def test_a_row_has_scores_intervals_and_an_average(tmp_path):
   groups = run(answers.Answers(tmp_path, {}), questions(10), Policy(), samples=2)
-  row = runner.row("x", {"nq": groups, "popqa": groups[:4]})
+  row = runner.table_row("x", {"nq": groups, "popqa": groups[:4]})
   nq = row["sets"]["nq"]
   assert (
     nq["exact_match"] == 0.5
@@ -161,20 +192,22 @@ def test_paired_runs_over_the_questions_that_both_answered(tmp_path):
   ours = run(answers.Answers(tmp_path / "a", {}), questions(6), Policy())
   theirs = [dict(row[0], exact_match=0.0) for row in ours[2:]]
   theirs[-1]["fault"] = "lost"
-  found = runner.paired({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}, "popqa": {}})
+  found = paired.differences(
+    {"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}, "popqa": {}}
+  )
   assert (
     found["nq"]["count"] == 3 and found["nq"]["difference"] == 1.0 and found["nq"]["only_a"] == 3
   )
   assert "average" not in found
   with pytest.raises(ValueError, match="no answered question in common"):
-    runner.paired({"nq": ours}, {"popqa": {}})
-  asked = {"nq": (questions(2), None)}
-  runner.check_shared(asked, {"other": {"nq": {("nq_1", 0): {}}}})
+    paired.differences({"nq": ours}, {"popqa": {}})
+  asked = {"nq": questions(2)}
+  paired.check_shared(asked, {"other": {"nq": {("nq_1", 0): {}}}})
   with pytest.raises(ValueError, match="--compare=other holds no answer to any of these questions"):
-    runner.check_shared(asked, {"other": {"nq": {("nq_7", 0): {}}, "popqa": {("nq_1", 0): {}}}})
+    paired.check_shared(asked, {"other": {"nq": {("nq_7", 0): {}}, "popqa": {("nq_1", 0): {}}}})
   theirs[0]["question"] = "Else?"
   with pytest.raises(ValueError, match="question 'nq_2' of nq is not the same in both"):
-    runner.paired({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}})
+    paired.differences({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}})
 
 
 # ---------------------------------------------------------------- what is asked, and what the
@@ -209,23 +242,23 @@ def test_sets_by_name_in_the_papers_order_and_a_count_that_only_cuts(tmp_path, m
   config = files_config(tmp_path)
   monkeypatch.setattr(search_qa, "search", lambda config: search.Search(None))
   monkeypatch.setattr(search_qa.base, "from_checkpoint", lambda config: Tokenizer())
-  world = search_qa.make(config)
-  found = runner.question_sets(config, world, ["all"], None)
+  task = search_qa.make(config)
+  found = evaluations.question_sets(task, ["all"], None)
   assert list(found) == ["nq", "popqa", "zoo"] and all(
     len(asked) == 5 for asked, _ in found.values()
   )
-  few = runner.question_sets(config, world, ["popqa"], 3)
+  few = evaluations.question_sets(task, ["popqa"], 3)
   assert list(few) == ["popqa"] and few["popqa"][0] == found["popqa"][0][:3]
-  (asked, tools) = runner.question_sets(config, world, None, 3)["held_out"]
-  assert len(asked) == 3 and tools is world.tools
+  (asked, tools) = evaluations.question_sets(task, None, 3)["held_out"]
+  assert len(asked) == 3 and tools is task.tools
   with pytest.raises(
     ValueError, match="--sets names musique, but there are questions of nq, popqa, zoo only"
   ):
-    runner.question_sets(config, world, ["nq", "musique"], 3)
+    evaluations.question_sets(task, ["nq", "musique"], 3)
 
 
 def test_the_folder_of_benchmarks_replaces_the_training_questions(tmp_path):
-  config = runner.for_evaluation(
+  config = evaluations.for_evaluation(
     files_config(
       tmp_path,
       **{
@@ -244,14 +277,12 @@ def test_all_questions_of_a_world_without_end_are_refused():
   with pytest.raises(
     ValueError, match="--questions=-1 is all questions, but this task's are made without end"
   ):
-    runner.question_sets(
-      search_r1.get_config("tiny"), types.SimpleNamespace(endless=True), None, None
-    )
+    evaluations.question_sets(types.SimpleNamespace(endless=True), None, None)
 
 
 def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
   config = search_r1.get_config("tiny")
-  base = runner.settings(config, step=3, samples=1, temperature=0.0, forced=None)
+  base = evaluations.settings(config, step=3, samples=1, temperature=0.0, forced=None)
   changed = lambda **more: _differing(base, config, more)
   assert (
     changed(
@@ -264,7 +295,7 @@ def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
   )
   assert changed(**{"rollout.max_turns": 1}) == ["rollout.max_turns"]
   assert changed(**{"data.entities": 5, "policy.width": 8}) == ["data.entities", "policy.width"]
-  hot = runner.settings(config, step=3, samples=4, temperature=0.5, forced=None)
+  hot = evaluations.settings(config, step=3, samples=4, temperature=0.5, forced=None)
   assert {key for key in hot if base.get(key) != hot[key]} == {
     "samples",
     "temperature",
@@ -275,16 +306,16 @@ def test_settings_hold_what_an_answer_depends_on_and_no_more(tmp_path):
 def _differing(base, config, changes):
   copy = config.copy_and_resolve_references()
   copy.update_from_flattened_dict(changes)
-  other = runner.settings(copy, step=3, samples=1, temperature=0.0, forced=None)
+  other = evaluations.settings(copy, step=3, samples=1, temperature=0.0, forced=None)
   return sorted(key for key in base.keys() | other if base.get(key) != other.get(key))
 
 
 def test_a_fingerprint_tells_other_weights_of_the_same_name(tmp_path):
   path = tmp_path / "model.safetensors"
   path.write_bytes(b"x" * 5000)
-  first = runner.fingerprint([path])
+  first = evaluations.fingerprint([path])
   path.write_bytes(b"x" * 4999 + b"y")
-  assert runner.fingerprint([path]) != first
+  assert evaluations.fingerprint([path]) != first
 
 
 # ---------------------------------------------------------------- the methods as presets
@@ -326,7 +357,7 @@ def test_what_a_method_cannot_do_is_refused(changes, message):
   config = search_r1.get_config("tiny")
   config.update_from_flattened_dict(changes)
   with pytest.raises(ValueError) as error:
-    check.check(config)
+    build.build(config, task=False)
   assert message in str(error.value)
 
 
@@ -348,6 +379,7 @@ TINY = {
   "policy.mlp_width": 16,
   "policy.unroll": 1,
   "data.entities": 60,
+  "eval.questions": 24,
   "rollout.max_tokens": 128,
   "packing.row_length": 128,
   "packing.rows": 2,

@@ -18,11 +18,11 @@ import transformers
 from configs import search_r1
 from experiments import export
 from stratified.data import tokenizer as tokenizers
-from stratified.learner.weights import Weights
 from stratified.policy import decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.files import safetensors as tensor_files
-from stratified.runs import build, checkpoint
+from stratified.runs import build, checkpoint, settings
+from stratified.runs.weights import Weights
 from stratified.tasks.encyclopedia import vocabulary
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def moved(tree, scale=0.2):
 
 def run(workdir, config, steps=(2, 5)):
   """A workdir with checkpoints as train.py writes them; the state of the last step."""
-  checkpoint.check_config(workdir, json.loads(config.to_json()))
+  checkpoint.check_config(workdir, json.loads(config.to_json()), settings.rules())
   weights = weights_of(config)
   state = weights.begin(
     build.initial_params(config, weights.model, weights.mesh, dtype=weights.start_dtype)
@@ -385,7 +385,7 @@ def test_an_export_that_fails_leaves_the_one_before(trained, tmp_path):
   before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
   weights = weights_of(config_of())
   broken = tmp_path / "broken"
-  checkpoint.check_config(broken, json.loads(config_of().to_json()))
+  checkpoint.check_config(broken, json.loads(config_of().to_json()), settings.rules())
   with checkpoint.Checkpointer(broken, every=1) as checkpointer:
     checkpointer.save(
       1,

@@ -174,20 +174,21 @@ def test_reaches_no_jax(part):
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_imports_of_the_project_only_what_lies_below_it(part):
-  allowed = ["stratified." + other for other in MAY_IMPORT[part]]
+  allowed = ["stratified." + other for other in ("config", *MAY_IMPORT[part])]
   for name in modules(part):
     own = [t for t in IMPORTS[name] if within(t, ["stratified"])]
     # `from stratified import x` names the package and the module in one.
     assert [t for t in own if not within(t, allowed)] == [], name
 
 
-def test_only_configs_and_experiments_know_ml_collections():
-  users = {
-    name.split(".")[0]
-    for name, targets in IMPORTS.items()
-    if any(within(t, ["ml_collections"]) for t in targets)
-  }
-  assert users == {"configs", "experiments"}
+def test_only_programs_and_the_module_of_settings_know_ml_collections():
+  users = [
+    name for name, targets in IMPORTS.items() if any(within(t, ["ml_collections"]) for t in targets)
+  ]
+  assert "stratified.config" in users
+  assert [name for name in users if not within(name, ["configs", "experiments"])] == [
+    "stratified.config"
+  ]
 
 
 def test_the_library_imports_neither_configs_nor_experiments_nor_torch():

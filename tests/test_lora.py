@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_rollouts import collate, decoder_config, parameters, random_groups
+from small_rollouts import collate, decoder_config, family, parameters, random_groups
 
-from stratified import advantages
 from stratified.learner import batching, optimizer, update
-from stratified.policy import decoder, layers, lora
+from stratified.learner import state as states
+from stratified.policy import decoder, lora
 
 # Sizes that all differ, so that a product is known by its shape.
 CONFIG = decoder_config(width=20, num_heads=3, num_kv_heads=1, head_dim=6, mlp_width=28)
@@ -45,7 +45,7 @@ def packed(config, seed=0):
 # --- The same function in both forms ---
 
 
-@pytest.mark.parametrize("targets", [tuple(layers.LINEAR), ("v", "o"), ("down",)], ids=",".join)
+@pytest.mark.parametrize("targets", [LORA.targets, ("v", "o"), ("down",)], ids=",".join)
 @pytest.mark.parametrize("switches", [{}, EVERY], ids=["plain", "biases and norms"])
 def test_thin_products_beside_the_weights_equal_merged_weights(switches, targets):
   config, adapter = (
@@ -209,20 +209,12 @@ def test_no_product_of_the_whole_weights_size_is_made_in_the_compiled_gradient()
 @functools.cache
 def step_of(mesh):
   chain = optimizer.make(learning_rate=1e-2)
-  return chain, update.make_update(
-    mesh,
-    CONFIG,
-    chain,
-    token_loss=update.policy_gradient(**LOSS),
-    num_strata=3,
-    adapter=LORA,
-    advantage=advantages.make("gn", num_strata=3),
-  )
+  return chain, update.make_update(mesh, CONFIG, chain, family(**LOSS), adapter=LORA)
 
 
 def start(mesh):
   chain, step = step_of(mesh)
-  state = update.init_state(
+  state = states.init_state(
     mesh, CONFIG, parameters(CONFIG), chain, with_reference=True, adapter=LORA, seed=7
   )
   batch = batching.place(
@@ -252,7 +244,7 @@ def test_the_policy_starts_at_its_reference_and_only_adapters_move(mesh):
 
 def test_the_optimizer_and_the_checkpoint_know_adapters_alone(mesh):
   _, state, _ = start(mesh)
-  abstract = update.abstract_state(
+  abstract = states.abstract_state(
     mesh, CONFIG, step_of(mesh)[0], with_reference=True, adapter=LORA
   )
   kept = state._replace(reference=lora.fingerprint(state.reference))
@@ -340,8 +332,8 @@ def test_a_fingerprint_sees_one_bit_two_exchanged_values_and_another_dtype():
   "changes, sentence",
   [
     (dict(rank=0), r"lora\.rank=0 must be at least 1; 0 in a run's config trains all"),
-    (dict(alpha=0.0), r"lora\.alpha=0\.0 must be positive and finite"),
-    (dict(alpha=float("inf")), r"lora\.alpha=inf must be positive and finite"),
+    (dict(alpha=0.0), r"lora\.alpha=0\.0 must be above 0, and finite"),
+    (dict(alpha=float("inf")), r"lora\.alpha=inf must be above 0, and finite"),
     (
       dict(targets=("q", "embed")),
       r"lora\.targets='q,embed' must name each layer once.*q,k,v,o,gate,up,down",

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_rollouts import collate, decoder_config, parameters, random_groups
+from small_rollouts import collate, decoder_config, family, parameters, random_groups
 
-from stratified import advantages
 from stratified.learner import batching, optimizer, update
-from stratified.policy import layers
+from stratified.learner import state as states
+from stratified.policy import layers, weights
 from stratified.runs.checkpoint import Checkpointer
 
 CONFIG = decoder_config(qkv_bias=True)
@@ -21,16 +21,8 @@ LOSS = dict(clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3")
 
 def steps(mesh, config=CONFIG, host=(), count=2):
   """(state, stats) after `count` updates from the same parameters on the same rollouts."""
-  learn = update.make_update(
-    mesh,
-    config,
-    CHAIN,
-    token_loss=update.policy_gradient(**LOSS),
-    advantage=advantages.make("gn", num_strata=3),
-    num_strata=3,
-    host=host,
-  )
-  state = update.init_state(
+  learn = update.make_update(mesh, config, CHAIN, family("gn", **LOSS), host=host)
+  state = states.init_state(
     mesh, config, parameters(config, scale=2.0), CHAIN, with_reference=True, host=host
   )
   batch = batching.place(mesh, collate(random_groups(3, 3, seed=2)))
@@ -44,20 +36,20 @@ def on_device(mesh):
   return steps(mesh)
 
 
-@pytest.mark.parametrize("host", [("opt_state",), ("reference",), update.HOST_PARTS])
+@pytest.mark.parametrize("host", [("opt_state",), ("reference",), states.HOST_PARTS])
 def test_parts_of_the_state_in_the_hosts_memory_change_no_bit(mesh, on_device, host):
   state, stats = steps(mesh, host=host)
   for found, expected in zip(jax.tree.leaves((state, stats)), jax.tree.leaves(on_device)):
     np.testing.assert_array_equal(found, expected)
-  for part in update.HOST_PARTS:
+  for part in states.HOST_PARTS:
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(getattr(state, part)) if x.ndim}
     assert (kinds == {"pinned_host"}) == (part in host), part
   assert all(x.sharding.memory_kind != "pinned_host" for x in jax.tree.leaves(state.params))
 
 
 def test_a_state_in_the_hosts_memory_is_restored_into_it(mesh, tmp_path):
-  state, _ = steps(mesh, host=update.HOST_PARTS, count=1)
-  abstract = update.abstract_state(mesh, CONFIG, CHAIN, with_reference=True, host=update.HOST_PARTS)
+  state, _ = steps(mesh, host=states.HOST_PARTS, count=1)
+  abstract = states.abstract_state(mesh, CONFIG, CHAIN, with_reference=True, host=states.HOST_PARTS)
   with Checkpointer(tmp_path, 1) as checkpointer:
     checkpointer.save(1, state)
     restored, _ = checkpointer.restore_latest(abstract)
@@ -94,10 +86,11 @@ def test_a_bfloat16_weights_gradient_is_summed_in_float32():
 def test_a_linear_layers_gradients_are_those_that_differentiation_gives(name):
   rng = np.random.default_rng(0)
   shape = {"q": (6, 2, 4), "o": (2, 4, 6), "down": (8, 6)}[name]
-  inputs = shape[: layers.LINEAR[name]]
+  weight = weights.weights(CONFIG)[name]
+  inputs = shape[: weight.inputs]
   x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, *inputs), shape))
   plain = lambda x, w: jnp.tensordot(x, w, len(inputs))
-  own = lambda x, w: layers.linear(x, w, layers.AXES[name])
+  own = lambda x, w: layers.linear(x, w, weight.axes[1:])
   np.testing.assert_allclose(own(x, w), plain(x, w), atol=1e-5)
   for found, expected in zip(
     *(jax.grad(lambda *a: (jnp.sin(f(*a))).sum(), (0, 1))(x, w) for f in (own, plain))

@@ -17,7 +17,8 @@ from test_loop import EOS, kinds, PAGES, Retriever, Sampler, texts, Tokenizer
 from stratified import rewards, strata
 from stratified.agents import agent, tags
 from stratified.agents import loop as methods_loop
-from stratified.agents.baselines import named as methods, search_o1
+from stratified.agents.baselines import named as methods
+from stratified.agents.baselines import search_o1
 from stratified.agents.limits import Limits
 from stratified.learner import batching
 from stratified.retrieval.corpus import Passage, RetrieverError
@@ -502,7 +503,7 @@ def test_every_method_makes_trajectories_that_a_batch_can_hold(name):
     strata=[[0]],
     num_strata=1,
   )
-  assert batch.loss_mask_art.sum() == trajectory.num_policy_tokens == batch.length_qk[0, 0]
+  assert batch.policy_art.sum() == trajectory.num_policy_tokens == batch.mass_qk["policy"][0, 0]
   assert batch.token_art[0, 0, : len(trajectory.token_ids)].tolist() == trajectory.token_ids
 
 

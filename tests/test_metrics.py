@@ -161,6 +161,34 @@ def test_an_inactive_writer_touches_nothing(tmp_path):
   assert not (tmp_path / "no").exists()
 
 
+def test_another_backend_takes_the_numbers_in_tensorboards_place(tmp_path):
+  said = []
+
+  class Backend:
+    def __init__(self, workdir, run, first):
+      self.run = run
+      said.append((workdir, run, first))
+
+    def write(self, step, values):
+      said.append((self.run, step, dict(values)))
+
+    def close(self):
+      said.append((self.run, "closed"))
+
+  with metrics.Writer(tmp_path, 4, backend=Backend) as writer:
+    writer.write({"step": 5, "reward/mean": 0.5, "stage": "reinforcement"})
+    writer.write({"warm_start/step": 9, "warm_start/loss": 2.0})
+  assert said == [
+    (tmp_path, "train", 5),
+    ("train", 5, {"reward/mean": 0.5}),
+    (tmp_path, "warm_start", None),
+    ("warm_start", 9, {"warm_start/loss": 2.0}),
+    ("train", "closed"),
+    ("warm_start", "closed"),
+  ]
+  assert not (tmp_path / "tensorboard").exists()
+
+
 def test_tensorboard_gets_every_number_and_forgets_what_a_resume_repeats(tmp_path):
   with metrics.Writer(tmp_path) as writer:
     writer.write({"warm_start/step": 7, "warm_start/loss": 0.25})

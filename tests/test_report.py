@@ -11,7 +11,19 @@ import xml.etree.ElementTree
 
 import pytest
 
-from stratified.reports import alarms, charts, run_figures, run_page, score_table, transcripts
+from configs import search_r1
+from stratified import files, strata
+from stratified.reports import (
+  alarms,
+  axes,
+  group_view,
+  plots,
+  run_figures,
+  run_page,
+  score_table,
+  transcripts,
+)
+from stratified.reports import text as texts
 from stratified.runs import writer as metrics
 
 VOID = {"meta"}
@@ -81,6 +93,13 @@ def record(**changed):
     "reward": 0.0,
     "stratum": 1,
     "advantage": -0.71,
+    "turns": [
+      {
+        "action": "search",
+        "searches": [{"query": "ada birth", "outcome": "hit", "passage_ids": ["7", "9"]}],
+      },
+      {"action": "answer", "searches": []},
+    ],
     "segments": [
       {"origin": "prompt", "text": "Question: Where was Ada born?", "tokens": 9},
       {"origin": "policy", "text": "<think>look</think>\n<search>ada birth</search>", "tokens": 8},
@@ -109,14 +128,15 @@ def make_run(folder, rows, records=(), config=None, evaluation=None):
 
 
 def test_the_page_needs_nothing_beside_it(tmp_path):
-  page = _Page(make_run(tmp_path, [row(step) for step in range(1, 30)], [record()], {"seed": 0}))
+  text = make_run(tmp_path, [row(step) for step in range(1, 30)], [record()], {"seed": 0})
+  page = _Page(text)
   assert not {"script", "link", "img", "iframe", "object", "base", "form"} & set(page.tags)
   assert not [
     (name, value)
     for name, value in page.attributes
     if name in ("src", "href", "srcset", "xlink:href") or name.startswith("on")
   ]
-  style = run_page.STYLE
+  style = text[text.index("<style>") : text.index("</style>")]
   assert "url(" not in style and "@import" not in style and "http" not in style
   assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
   assert ("content", "width=device-width,initial-scale=1") in page.attributes
@@ -182,17 +202,20 @@ def test_a_rollout_is_readable(tmp_path):
     "reward 0",
     "advantage -0.71",
     "stratum 1",
-    "1 search",
+    "calls: search 1",
     "1 hop",
     "answered Paris · correct: London",
-    "2 passages: Ada (poet) · Ada II",
+    "from search · 2 passages: Ada (poet) · Ada II",
+    "search “ada birth” · hit · 7, 9",
     "30 tokens",
   ):
     assert part in page.text
   assert (
     '<span class="tag search">&lt;search&gt;</span><span class="query">ada birth</span>' in text
   )
-  assert '<span class="tag answer">&lt;answer&gt;</span><span class="reply">Paris</span>' in text
+  assert (
+    '<span class="tag answer">&lt;answer&gt;</span><span class="reply wrong">Paris</span>' in text
+  )
 
 
 def test_the_rollouts_shown_differ_in_stratum_and_success():
@@ -231,15 +254,14 @@ def test_scores_come_before_and_after_by_hops_with_the_forced_ones(tmp_path):
   for part in (
     "25.0 → 70.0",
     "+45.0 points",
-    "41.0warm start forced to 2",
+    "41.0the policy before training forced to 2",
     "-5.0 points to the first",
     "of 1 in 4 s",
   ):
     assert part in page.text
-  before, after = score_table.before_and_after([], evaluation)
-  table = score_table.table(before, after, score_table.forced(evaluation))
-  rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", line) for line in table.split("<tr")[1:]]
-  assert rows[0] == [
+  table = score_table.table(score_table.scores_of([], evaluation))
+  rows = [[line["label"], *(cell["text"] for cell in line["cells"])] for line in table["rows"]]
+  assert table["head"] == [
     "questions",
     "warm start",
     "trained",
@@ -250,7 +272,7 @@ def test_scores_come_before_and_after_by_hops_with_the_forced_ones(tmp_path):
     "searches",
     "number",
   ]
-  assert rows[1] == [
+  assert rows[0] == [
     "Held out",
     "25.0",
     "70.0",
@@ -261,8 +283,8 @@ def test_scores_come_before_and_after_by_hops_with_the_forced_ones(tmp_path):
     "1.00 → 1.90",
     "40",
   ]
-  assert rows[3] == ["1 hop", "15.0", "60.0", "+45.0", "10.0", "31.0", "–", "1.00 → 1.00", "10"]
-  assert rows[5] == ["Second encyclopedia", "–", "65.0", "–", "–", "–", "65.0", "2.00", "40"]
+  assert rows[2] == ["1 hop", "15.0", "60.0", "+45.0", "10.0", "31.0", "–", "1.00 → 1.00", "10"]
+  assert rows[4] == ["Second encyclopedia", "–", "65.0", "–", "–", "–", "65.0", "2.00", "40"]
 
 
 def test_without_evaluation_json_the_rows_tell_before_and_after():
@@ -271,13 +293,25 @@ def test_without_evaluation_json_the_rows_tell_before_and_after():
     row(5),
     row(9, eval__exact_match=0.6, eval__exact_match_hops_1=0.5),
   ]
-  before, after = score_table.before_and_after(rows, {})
-  assert (
-    score_table.value(before["held_out"], hops="1") == 0.1
-    and score_table.value(after["held_out"]) == 0.6
-  )
-  before, after = score_table.before_and_after(rows[:1], {})
-  assert before == {} and score_table.value(after["held_out"]) == 0.2
+  found = score_table.scores_of(rows, {})
+  assert score_table.value(found.before["held_out"], hops="1") == 0.1
+  assert score_table.value(found.after["held_out"]) == 0.6 and found.step == 9
+  found = score_table.scores_of(rows[:2], {})
+  assert score_table.value(found.before["held_out"]) == 0.2 and found.after == {}
+
+
+def test_an_unfinished_run_shows_no_trained_score(tmp_path):
+  rows = [row(0, eval__exact_match=0.2), row(1), row(2)]
+  text = make_run(tmp_path / "a", rows, config={"num_steps": 9})
+  page = _Page(text)
+  assert "This run stands at step 2 of 9." in page.text and "trained" not in page.text
+  assert "have not been evaluated yet since training began" in page.text
+  assert "20.0before training" in page.text
+  rows += [row(3, eval__exact_match=0.5)]
+  page = _Page(make_run(tmp_path / "b", rows, config={"num_steps": 9}))
+  assert "step 3" in page.text and "trained" not in page.text and "20.0 → 50.0" in page.text
+  page = _Page(make_run(tmp_path / "c", rows, config={"num_steps": 3}))
+  assert "trained" in page.text and "stands at" not in page.text
 
 
 @pytest.mark.parametrize(
@@ -355,15 +389,15 @@ def test_thinning_keeps_spikes_order_and_ends():
   x = list(range(10_000))
   y = [0.0] * 10_000
   y[4321], y[7] = 5.0, None
-  thin_x, thin_y = charts.thin(x, y)
+  thin_x, thin_y = axes.thin(x, y)
   assert len(thin_x) <= 300 and thin_x == sorted(thin_x) and thin_x[0] == 0 and thin_x[-1] == 9999
   assert (4321, 5.0) in list(zip(thin_x, thin_y))
-  assert charts.thin([1, 2], [None, 3.0]) == ([1, 2], [None, 3.0])
+  assert axes.thin([1, 2], [None, 3.0]) == ([1, 2], [None, 3.0])
 
 
 def test_smoothing_is_a_centred_mean_that_leaves_gaps_out():
-  assert charts.smooth([1.0, 3.0, None, 7.0, 9.0], 3) == [2.0, 2.0, None, 8.0, 8.0]
-  assert charts.smooth([4.0, 8.0], 1) == [4.0, 8.0]
+  assert axes.smooth([1.0, 3.0, None, 7.0, 9.0], 3) == [2.0, 2.0, None, 8.0, 8.0]
+  assert axes.smooth([4.0, 8.0], 1) == [4.0, 8.0]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +411,7 @@ def test_smoothing_is_a_centred_mean_that_leaves_gaps_out():
   ],
 )
 def test_ticks_are_round_numbers_inside_the_range(low, high, wanted):
-  assert charts.ticks(low, high) == pytest.approx(wanted)
+  assert axes.ticks(low, high) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +430,7 @@ def test_ticks_are_round_numbers_inside_the_range(low, high, wanted):
   ],
 )
 def test_numbers_are_short(value, percent, text):
-  assert charts.number(value, percent) == text
+  assert texts.number(value, percent) == text
 
 
 def test_a_chart_of_its_own_is_a_whole_svg_file(tmp_path):
@@ -408,23 +442,23 @@ def test_a_chart_of_its_own_is_a_whole_svg_file(tmp_path):
 
 def test_odd_series_are_drawn_without_error():
   series = [
-    charts.Series("none", [1, 2], [None, None]),
-    charts.Series("flat", [1, 2], [0.0, 0.0]),
-    charts.Series("one", [3], [2.0]),
-    charts.Series("empty", [], []),
-    charts.Series("negative", [1, 2], [-5.0, -1.0]),
-    charts.Series("tiny", [1, 2], [1e-9, 2e-9]),
-    charts.Series("<b>&", [1, 2, 3], [1.0, None, 2.0], style="noisy"),
+    plots.Series("none", [1, 2], [None, None]),
+    plots.Series("flat", [1, 2], [0.0, 0.0]),
+    plots.Series("one", [3], [2.0]),
+    plots.Series("empty", [], []),
+    plots.Series("negative", [1, 2], [-5.0, -1.0]),
+    plots.Series("tiny", [1, 2], [1e-9, 2e-9]),
+    plots.Series("<b>&", [1, 2, 3], [1.0, None, 2.0], style="noisy"),
   ]
   for one in series:
     for stacked in (False, True):
-      panel = charts.Panel("<t>&", (one,), stacked=stacked)
-      xml.etree.ElementTree.fromstring(charts.chart_svg([panel], standalone=True))
+      panel = plots.Panel("<t>&", (one,), stacked=stacked)
+      xml.etree.ElementTree.fromstring(plots.figure([panel], standalone=True))
 
 
 def test_stacked_shares_fill_the_plot_and_many_strata_are_gathered():
   rows = [row(step, **{f"strata__share_{k}": 1 / 12 for k in range(12)}) for step in range(1, 40)]
-  panel = run_figures.strata_panel(rows, by_searches=False)
+  panel = run_figures.strata_panel(run_figures.timeline(rows), by_searches=False)
   assert len(panel.series) == 7 and panel.series[-1].name == "other"
   assert [pytest.approx(1.0)] * 39 == [
     sum(values) for values in zip(*(series.y for series in panel.series))
@@ -432,8 +466,8 @@ def test_stacked_shares_fill_the_plot_and_many_strata_are_gathered():
 
 
 def test_time_that_no_part_claims_is_drawn(tmp_path):
-  drawn, _, _ = run_figures.panels([row(step) for step in range(1, 5)])
-  panel = next(panel for panel in drawn if "time" in panel.title)
+  drawn, _, _ = run_figures.cards(run_figures.timeline([row(step) for step in range(1, 5)]))
+  panel = next(panel for panel in drawn["Speed"] if "time" in panel.title)
   shares = {series.name: series.y[0] for series in panel.series}
   assert shares == {"rollout": 0.5, "update": 0.25, "everything else": 0.25}
 
@@ -507,5 +541,241 @@ def test_the_command_writes_page_or_picture_and_names_a_missing_workdir(tmp_path
   "low, high", [(0.0, 1e-16), (-3e-300, 3e-300), (0.0, 1e300), (1.0, 1.0 + 1e-12)]
 )
 def test_ticks_are_distinct_whatever_the_range(low, high):
-  found = charts.ticks(low, high)
+  found = axes.ticks(low, high)
   assert len(set(found)) == len(found) >= 2
+
+
+# --- What a run may leave that nobody expects ---
+
+
+def test_huge_answers_make_a_small_page(tmp_path):
+  huge = "\0\u202e<&>" * 200_000
+  segments = [{"origin": origin, "text": huge, "tokens": 9} for origin in ("policy", "observation")]
+  calls = [{"tool": huge, "argument": huge, "outcome": huge, "results": [huge] * 50}] * 50
+  hostile = record(
+    question=huge,
+    answer=huge,
+    golden_answers=[huge] * 50,
+    segments=segments * 40,
+    turns=[{"action": "call", "calls": calls}] * 40,
+    calls={huge: 1},
+    fault=huge,
+    stop=huge,
+  )
+  records = [hostile | {"sample": k, "stratum": k % 4, "reward": k % 2} for k in range(8)]
+  (tmp_path / "trajectories").mkdir()
+  with (tmp_path / "trajectories/step_000001.jsonl").open("w") as file:
+    file.write(json.dumps(record(question=huge, answer=huge, segments=segments)) + "\n")
+  assert len(run_page.write(tmp_path).read_text()) < 400_000
+  shown = text_of_rollouts(records)
+  assert len(shown) < 3_500_000 and "more characters" in shown
+
+
+def text_of_rollouts(records):
+  """The part of a page that shows these records."""
+  run = run_page.Run(pathlib.Path("x"))
+  values = {
+    "rollouts": [(1, len(records), [transcripts.view(one) for one in records])],
+    "groups": [(1, [group_view.view(records)])],
+  }
+  rendered = {}
+  original = texts.render
+  texts.render = lambda name, given: rendered.setdefault("page", original(name, given | values))
+  try:
+    run_page.page(run)
+  finally:
+    texts.render = original
+  return rendered["page"]
+
+
+DIGITS = "9" * 400
+ODD_ROWS = [
+  '{"step": 1, "reward/mean": NaN, "grad/norm": Infinity, "loss/kl": 1e400, "time/step_s": NaN}',
+  '{"step": 2, "reward/mean": 0.5, "grad/norm": ' + DIGITS + ', "strata/share_1": -Infinity}',
+  '{"step": 3, "reward/mean": true, "eval/exact_match": NaN, "rollout/searches_mean": [1]}',
+  '{"step": ' + DIGITS + ', "reward/mean": 0.5}',
+  '{"step": 4, "reward/mean": ' + "9" * 5000 + "}",
+  '{"step": 5, "reward/mean": ' + "[" * 100_000 + "]" * 100_000 + "}",
+  '{"step": 6, "reward/mean": 0.25, "eval/exact_match": 0.5, "time/step_s": 1e300}',
+]
+
+
+def test_odd_numbers_and_deep_json_are_no_error(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text("\n".join(ODD_ROWS) + "\n")
+  (tmp_path / "config.json").write_text('{"a": ' + '{"b": ' * 990 + "1" + "}" * 990 + "}")
+  (tmp_path / "evaluation.json").write_text(
+    '{"sets": {"held_out": {"exact_match": NaN}}, "step": NaN}'
+  )
+  (tmp_path / "trajectories").mkdir()
+  odd = '{"question": "q", "reward": %s, "advantage": NaN, "stratum": %s, "hops": Infinity, '
+  odd += '"calls": {"a": NaN}}'
+  deep = (
+    '{"question": "q", "turns": '
+    + "[" * 900
+    + "]" * 900
+    + ', "answer": '
+    + "[" * 900
+    + "]" * 900
+    + "}"
+  )
+  lines = [
+    odd % (DIGITS, DIGITS),
+    odd % ("Infinity", "{}"),
+    deep,
+    '{"turns": [{"calls": [1, {}]}]}',
+  ]
+  (tmp_path / "trajectories/step_000001.jsonl").write_text("\n".join(lines))
+  page = _Page(run_page.write(tmp_path).read_text())
+  assert "metrics.jsonl that could not be read: 2" in page.text
+  assert "nan" not in page.text and "9" * 200 not in page.text
+  xml.etree.ElementTree.fromstring(run_page.picture(tmp_path))
+
+
+def test_invisible_characters_in_a_row_are_counted():
+  assert texts.visible("a\0\0\0b") == 'a<span class="code">U+0000 × 3</span>b'
+  assert texts.visible("\u202e<") == '<span class="code">U+202E</span>&lt;'
+  assert texts.one_line("a\u202eb\n") == "a[U+202E]b\n"
+
+
+def test_a_template_that_forgets_every_filter_still_lets_nothing_through():
+  made = texts.environment().from_string("{{ a }}{% if b %}{{ b.c }}{% endif %}")
+  assert (
+    made.render(a="<b>\u202e", b={"c": "&"}) == '&lt;b&gt;<span class="code">U+202E</span>&amp;'
+  )
+
+
+def test_no_page_shows_a_password(tmp_path):
+  config = {
+    "retriever": {"url": "http://me:secret@host:80/x"},
+    "policy": {"checkpoint": "a://u:secret@b"},
+  }
+  text = make_run(tmp_path, [row(1)], config=config)
+  assert "secret" not in text and "http://…@host:80/x" in text
+
+
+def test_the_fields_at_the_top_exist_in_every_preset():
+  for name in ("tiny", "smollm2", "base", "instruct"):
+    known = files.flatten(search_r1.get_config(name).to_dict())
+    assert set(run_page.SUMMARY) <= known.keys()
+  for name in run_page.COUNTS_SEARCHES:
+    strata.make(name)
+
+
+# --- Tools, groups, stages ---
+
+
+def test_every_call_names_its_tool(tmp_path):
+  calls = [
+    {"tool": "search", "argument": "ada birth", "outcome": "hit", "results": ["7"]},
+    {"tool": "calculator", "argument": "2 * 21", "outcome": "error", "results": []},
+  ]
+  new = record(turns=[{"action": "call", "calls": calls}, {"action": "answer", "calls": []}])
+  new |= {"calls": {"search": 1, "calculator": 1}}
+  page = _Page(make_run(tmp_path, [row(7)], [new]))
+  for part in (
+    "calls: search 1, calculator 1",
+    "search “ada birth” · hit · 7",
+    "calculator “2 * 21” · error",
+    "from search, calculator · 2 passages",
+  ):
+    assert part in page.text
+  assert transcripts.calls_by_tool(record()) == {"search": 1}
+
+
+def test_a_right_answer_is_marked_unlike_a_wrong_one(tmp_path):
+  texts_ = [make_run(tmp_path / str(r), [row(1)], [record(reward=r)]) for r in (0.0, 1.0)]
+  assert 'reply wrong">Paris' in texts_[0] and 'reply right"' not in texts_[0]
+  assert 'reply right">Paris' in texts_[1] and 'reply wrong"' not in texts_[1]
+
+
+def group(rewards, strata_, question="Who?"):
+  return [
+    record(question=question, sample=k, reward=r, stratum=s, advantage=r - 0.5)
+    for k, (r, s) in enumerate(zip(rewards, strata_))
+  ]
+
+
+def test_a_group_stands_by_stratum_with_reward_and_advantage(tmp_path):
+  records = group([1.0, 0.0, 0.0, 1.0], [2, 0, 2, 0])
+  view = group_view.view(records)
+  assert [(one["name"], one["mean"]) for one in view["strata"]] == [("0", "0.50"), ("2", "0.50")]
+  assert [roll["sample"] for roll in view["strata"][0]["rollouts"]] == ["1", "3"]
+  assert [roll["bar"] for roll in view["strata"][0]["rollouts"]] == [-100.0, 100.0]
+  assert view["strata"][0]["rollouts"][0]["advantage"] == "-0.50" and view["mean"] == "0.50"
+  text = make_run(tmp_path, [row(3)], records)
+  assert "Groups of step 3" in text and text.count('class="bar"') == 1 + 4
+
+
+def test_the_groups_shown_have_successes_and_failures_in_several_strata():
+  dull = group([0.0] * 4, [0, 1, 2, 3], "dull")
+  mixed = group([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], "mixed")
+  found = group_view.groups([*dull, *mixed, record(question="alone")])
+  assert [len(one) for one in found] == [4, 4, 1]
+  assert [one[0]["question"] for one in group_view.choose(found, 1)] == ["mixed"]
+  assert [one[0]["question"] for one in group_view.choose(found, 5)] == ["dull", "mixed"]
+
+
+def test_a_lost_rollout_stands_apart_in_its_group():
+  records = group([1.0, 0.0], [1, 1]) + [
+    record(fault="gone", reward=None, stratum=None, advantage=None, sample=2)
+  ]
+  names = {one["name"]: one["mean"] for one in group_view.view(records)["strata"]}
+  assert names == {"1": "0.50", "lost": "–"}
+
+
+def test_stages_stand_on_one_axis_in_order_and_are_named(tmp_path):
+  rows = [
+    {"warm_start/step": i, "warm_start/loss": 1 / i, "stage": "warm_start"} for i in range(1, 41)
+  ]
+  rows += [row(step, stage="reinforcement", cycle=1) for step in range(0, 30)]
+  rows += [
+    {"step": step, "stage": "distillation", "cycle": 1, "distillation/loss": 1.0}
+    for step in range(30, 50)
+  ]
+  rows += [row(step, stage="reinforcement", cycle=2) for step in range(50, 60)]
+  line = run_figures.timeline(rows)
+  assert line.stages == (
+    ("warm start", 1),
+    ("reinforcement 1", 40),
+    ("distillation 1", 70),
+    ("reinforcement 2", 90),
+  )
+  assert [one["x"] for one in line.rows] == [*range(1, 41), *range(40, 100)]
+  with (tmp_path / "metrics.jsonl").open("w") as file:
+    file.writelines(json.dumps(one) + "\n" for one in rows)
+  text = run_page.write(tmp_path).read_text()
+  first = text[text.index("<svg") : text.index("</svg>")]
+  assert "step of the run, stage by stage" in first and "reinforcement 1" in first
+  assert "Distillation loss" in text and 'class="stage"' in first
+
+
+def test_a_run_without_stages_is_drawn_by_its_steps():
+  line = run_figures.timeline([{"warm_start/step": 9, "warm_start/loss": 1.0}, row(0), row(1)])
+  assert line.stages == () and line.x_label == "step" and [one["x"] for one in line.train] == [0, 1]
+
+
+def test_marks_at_one_place_have_unlike_shapes_and_sizes():
+  series = [plots.Series(name, [1, 2], [0.5, 0.5], i, "dots") for i, name in enumerate("ab")]
+  drawn = plots.figure([plots.Panel("t", tuple(series))])
+  marks = set(re.findall(r'<path class="dot f\d" d="([^"]*)" transform="[^"]*(scale[^"]*)"', drawn))
+  assert len(marks) == 2 and len({size for _, size in marks}) == 2
+
+
+@pytest.mark.parametrize(
+  "value, digits, signed, text",
+  [
+    (-0.0001, 1, False, "0.0"),
+    (-0.04, 1, True, "0.0"),
+    (0.25, 2, True, "+0.25"),
+    (None, 1, False, "–"),
+  ],
+)
+def test_there_is_no_negative_zero(value, digits, signed, text):
+  assert texts.fixed(value, digits, signed) == text
+  assert texts.number(-0.00001, True) == "0%"
+
+
+def test_curves_of_nothing_but_zeros_have_an_axis_to_one():
+  drawn = plots.figure([plots.Panel("t", (plots.Series("a", [1, 2, 3], [0.0, 0.0, 0.0]),))])
+  labels = re.findall(r'<text class="e" [^>]*>([^<]*)<', drawn)
+  assert labels == ["0", "0.5", "1"]

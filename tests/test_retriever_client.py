@@ -276,11 +276,11 @@ def test_the_path_may_be_a_part_of_the_url(url):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    ({"timeout_s": 0}, "timeout_s is 0"),
-    ({"give_up_s": math.nan}, "give_up_s nan"),
-    ({"retries": -1}, "retries is -1"),
-    ({"in_flight": 0}, "in_flight is 0"),
-    ({"queries_per_request": 0}, "queries_per_request is 0"),
+    ({"timeout_s": 0}, "retriever.timeout_s=0 must be above 0"),
+    ({"give_up_s": math.nan}, "retriever.give_up_s=nan must be above 0, and finite"),
+    ({"retries": -1}, "retriever.retries=-1 must be at least 0"),
+    ({"in_flight": 0}, "retriever.in_flight=0 must be at least 1"),
+    ({"queries_per_request": 0}, "retriever.queries_per_request=0 must be"),
   ],
 )
 def test_settings_out_of_range_are_refused(changes, message):

@@ -127,3 +127,37 @@ def test_what_cannot_be_compared_is_refused():
     intervals.bootstrap_interval({"nq": [1.0], "popqa": []})
   with pytest.raises(ValueError, match="needs the same sets and numbers of questions"):
     intervals.paired_difference({"nq": [1.0]}, {"nq": [1.0, 0.0]})
+
+
+def test_nothing_of_sixteen_is_not_nothing_to_nothing():
+  # Wilson: upper end z^2 / (n + z^2) = 3.8415 / 19.8415
+  assert intervals.interval({"nq": [0.0] * 16}) == pytest.approx((0, 0.193607), abs=1e-5)
+  assert intervals.interval({"nq": [1.0] * 16}) == pytest.approx((0.806393, 1), abs=1e-5)
+  low, high = intervals.interval({"nq": [1.0] * 120 + [0.0] * 280})
+  expected = scipy.stats.binomtest(120, 400).proportion_ci(method="wilson")
+  assert (low, high) == pytest.approx((expected.low, expected.high))
+
+
+def test_shares_and_f1_keep_the_bootstrap():
+  scores = {"nq": [0.0, 0.5, 1.0, 0.25] * 5}
+  assert intervals.interval(scores) == intervals.bootstrap_interval(scores)
+
+
+def test_the_interval_of_an_average_over_sets_covers_as_often_as_it_says():
+  rng = np.random.default_rng(0)
+  covered = 0
+  for _ in range(300):
+    sets = {"rare": (rng.random(20) < 0.05) * 1.0, "even": (rng.random(60) < 0.5) * 1.0}
+    low, high = intervals.interval(sets)
+    covered += low <= 0.275 <= high
+  assert 0.91 <= covered / 300 <= 0.99  # three standard errors of 300 trials are 0.038
+
+
+def test_intervals_of_means_are_students_and_welchs():
+  # t(0.975, 2) = 4.302653; mean 7/3, s = sqrt(7/3)
+  half = 4.302653 * math.sqrt(7 / 3) / math.sqrt(3)
+  assert intervals.mean_interval([1, 2, 4]) == pytest.approx((7 / 3 - half, 7 / 3 + half))
+  assert intervals.mean_interval([0.3]) is None
+  assert intervals.mean_interval([0.1, 0.1, 0.1]) == pytest.approx((0.1, 0.1))
+  assert intervals.difference_interval([1.0], [2.0, 3.0]) is None
+  assert intervals.difference_interval([1.0, 1.0], [2.0, 2.0]) == pytest.approx((-1.0, -1.0))

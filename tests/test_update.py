@@ -8,10 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_rollouts import collate, decoder_config, parameters, random_groups, resampled, trajectory
+from small_rollouts import (
+  collate,
+  decoder_config,
+  family,
+  parameters,
+  random_groups,
+  resampled,
+  trajectory,
+)
 
-from stratified import advantages
+from stratified.algorithms.base import Loss
+from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching, optimizer, update
+from stratified.learner import state as states
 from stratified.policy import decoder
 
 CONFIG = decoder_config()
@@ -32,25 +42,32 @@ RECORD = optax.GradientTransformation(
 
 
 @functools.cache
-def _step_of(mesh, chain, loss, options):
+def _step_of(mesh, chain, loss, settings, options):
   return update.make_update(
     mesh,
     CONFIG,
     chain,
-    token_loss=update.policy_gradient(**dict(loss)),
-    advantage=advantages.make("gn", num_strata=NUM_STRATA),
-    num_strata=NUM_STRATA,
+    family(**dict(loss)),
+    settings=update.UpdateSettings(**dict(settings)),
     **dict(options),
   )
 
 
-def step_of(mesh, chain=RECORD, loss=LOSS, **options):
-  """The step of these settings, made and compiled once for the whole file."""
-  return _step_of(mesh, chain, tuple(sorted(loss.items())), tuple(sorted(options.items())))
+def step_of(mesh, chain=RECORD, loss=LOSS, settings=(), **options):
+  """The step of these settings, made and compiled once for the whole file.
+
+  Options of the aggregation belong to the loss, the others to the update.
+  """
+  loss = dict(loss) | {
+    key: options.pop(key) for key in ("aggregation", "max_tokens") if key in options
+  }
+  return _step_of(
+    mesh, chain, *(tuple(sorted(dict(part).items())) for part in (loss, settings, options))
+  )
 
 
 def state_of(mesh, chain=RECORD, params=PARAMS, reference=REFERENCE):
-  state = update.init_state(mesh, CONFIG, params, chain, with_reference=True)
+  state = states.init_state(mesh, CONFIG, params, chain, with_reference=True)
   return state._replace(
     reference=jax.tree.map(
       lambda new, old: jax.device_put(new, old.sharding), reference, state.reference
@@ -287,12 +304,12 @@ def cross_entropy(params, token_nt, mask_nt):
 def test_supervision_is_the_mean_cross_entropy_and_its_context_counts_the_given_weight(
   mesh, groups
 ):
-  step = update.make_update(mesh, CONFIG, RECORD, token_loss=update.supervised)
   rollouts = [rollout for group in groups for rollout in group if rollout.fault is None]
   for weight in (0.0, 0.25):
-    batch = batching.weigh_context(collate(groups, rewards=REWARDS), weight)
-    state, stats = step(
-      update.init_state(mesh, CONFIG, PARAMS, RECORD, with_reference=False),
+    algorithm = Supervised(weight)
+    batch = collate(groups, rewards=REWARDS, algorithm=algorithm)
+    state, stats = update.make_update(mesh, CONFIG, RECORD, algorithm)(
+      states.init_state(mesh, CONFIG, PARAMS, RECORD, with_reference=False),
       batching.place(mesh, batch),
     )
     token, mask = (
@@ -326,12 +343,17 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted_until_a_finite
 
 
 def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too(mesh, groups):
-  def token_loss(logp, entropy, reference_logp, advantage, micro):
-    return jnp.sqrt(jnp.abs(logp - jax.lax.stop_gradient(logp))), {"loss/policy": logp}, {}
+  class Root(Supervised):
+    """The square root of 0, whose derivative is infinite."""
 
-  step = update.make_update(mesh, CONFIG, ADAM, token_loss=token_loss)
-  state = update.init_state(mesh, CONFIG, PARAMS, ADAM, with_reference=False)
-  state, stats = step(state, batching.place(mesh, collate(groups)))
+    def losses(self, outputs, before, credit, micro):
+      logp = outputs.logp
+      loss = jnp.sqrt(jnp.abs(logp - jax.lax.stop_gradient(logp)))
+      return {"imitation": Loss(loss, {"loss/policy": logp})}
+
+  step = update.make_update(mesh, CONFIG, ADAM, Root())
+  state = states.init_state(mesh, CONFIG, PARAMS, ADAM, with_reference=False)
+  state, stats = step(state, batching.place(mesh, collate(groups, algorithm=Root())))
   assert np.isfinite(stats["loss/policy"]) and not np.isfinite(stats["grad/norm"])
   assert stats["update/skipped"] == 1
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), PARAMS)
@@ -339,18 +361,11 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too(mesh, groups):
 
 def test_batches_of_any_size_share_one_compilation_and_the_old_state_is_reused(mesh):
   chain = optimizer.make(learning_rate=1e-3, warmup_steps=3)
-  step = update.make_update(
-    mesh,
-    CONFIG,
-    chain,
-    token_loss=update.policy_gradient(**LOSS),
-    num_strata=NUM_STRATA,
-    advantage=advantages.make("blend", num_strata=NUM_STRATA, alpha=0.6),
-  )
+  step = update.make_update(mesh, CONFIG, chain, family("blend", **LOSS))
   state, seen = state_of(mesh, chain), set()
   for seed, longest in enumerate((6, 24, 12, 24)):
     batch = collate(random_groups(3, 3, longest=longest, seed=seed), rows=1, length=30)
-    seen.add(int(batch.num_micro))
+    seen.add(int(batch.first_m[-1]))
     old = state
     state, _ = step(state, batching.place(mesh, batch))
     assert all(x.is_deleted() for x in jax.tree.leaves((old.params, old.opt_state)))
@@ -362,7 +377,7 @@ def test_an_abstract_state_is_the_state_without_its_values(mesh):
   chain = optimizer.make(learning_rate=1e-3)
   state, abstract = (
     state_of(mesh, chain),
-    update.abstract_state(mesh, CONFIG, chain, with_reference=True),
+    states.abstract_state(mesh, CONFIG, chain, with_reference=True),
   )
   describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
@@ -374,8 +389,152 @@ def test_an_abstract_state_is_the_state_without_its_values(mesh):
   )
 
 
-def test_an_unknown_aggregation_is_refused_in_words(mesh):
-  with pytest.raises(
-    ValueError, match="loss.aggregation='mean' is unknown; choose one of .*token_mean"
-  ):
-    update.make_update(mesh, CONFIG, RECORD, token_loss=update.supervised, aggregation="mean")
+# --- Several updates a rollout batch ---
+
+
+def reference_step(groups, rewards, epochs, mini_batches, rate=0.5, clip=0.2):
+  """SGD on -min(rho A, clip(rho) A), one update a mini-batch of questions, rho against PARAMS."""
+  rewards, params, q = np.asarray(rewards, np.float64), PARAMS, len(groups)
+  advantage = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
+  clipped = []
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def surrogate(params, token_t, old_t, weight_t, advantage):
+    rho = jnp.exp(alone_logp(params, token_t) - old_t)
+    free, held = rho * advantage, jnp.clip(rho, 1 - clip, 1 + clip) * advantage
+    return -(weight_t * jnp.minimum(free, held)).sum(), (weight_t * (held < free)).sum()
+
+  for m in list(range(mini_batches)) * epochs:
+    own = [(i, k) for i in range(q) if i * mini_batches // q == m for k in range(len(groups[i]))]
+    tokens = sum(groups[i][k].num_policy_tokens for i, k in own)
+    total, share = jax.tree.map(np.zeros_like, PARAMS), 0.0
+    for i, k in own:
+      token = padded(groups[i][k].token_ids)
+      old = alone_logp(PARAMS, token)
+      (_, aux), gradient = surrogate(
+        params, token, old, policy_mask(groups[i][k]) / tokens, advantage[i, k]
+      )
+      total, share = jax.tree.map(np.add, total, gradient), share + float(aux)
+    params = jax.tree.map(lambda p, g: p - rate * g, params, total)
+    clipped.append(share)
+  return params, float(np.mean(clipped))
+
+
+@pytest.fixture(scope="module")
+def four_groups():
+  return resampled(random_groups(4, 3, seed=5), trainer_logp)
+
+
+FOUR = np.float32([[1, 0, 0], [0, 0.5, 1], [1, 1, 0], [0, 1, 0]])
+
+
+@pytest.mark.parametrize("settings", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_several_updates_are_those_updates_one_after_the_other(mesh, four_groups, settings):
+  epochs, mini_batches = settings
+  step = step_of(mesh, SGD, POLICY_ONLY, settings=dict(epochs=epochs, mini_batches=mini_batches))
+  found = []
+  for rows in (1, 4):
+    batch = collate(four_groups, rewards=FOUR, rows=rows, mini_batches=mini_batches)
+    state, stats = step(state_of(mesh, SGD), batching.place(mesh, batch))
+    found.append((jax.device_get(state.params), jax.device_get(stats)))
+    assert int(state.step) == 1
+  params, clip_share = reference_step(four_groups, FOUR, epochs, mini_batches)
+  moved = lambda after: jax.tree.map(lambda new, old: new - old, after, PARAMS)
+  for after, stats in found:
+    # One update agrees to 2e-6; each further one starts from rounded parameters.
+    assert distance(moved(after), moved(params)) < 2e-4
+    np.testing.assert_allclose(stats["policy/clip_share"], clip_share, atol=1e-6)
+    # Against the sampler, which is what the trainer said before the first update.
+    assert stats["policy/logp_gap_max"] < 1e-5
+  assert clip_share > 0.05
+
+
+def test_one_update_has_nothing_to_clip_and_eight_do(mesh, four_groups):
+  shares = []
+  for settings in ((1, 1), (4, 2)):
+    step = step_of(
+      mesh, SGD, POLICY_ONLY, settings=dict(epochs=settings[0], mini_batches=settings[1])
+    )
+    batch = collate(four_groups, rewards=FOUR, mini_batches=settings[1])
+    _, stats = step(state_of(mesh, SGD), batching.place(mesh, batch))
+    shares.append(float(stats["policy/clip_share"]))
+  assert shares[0] == 0 and shares[1] > 0
+
+
+def test_a_mini_batch_of_lost_rollouts_alone_moves_nothing(mesh, four_groups):
+  lost = [[trajectory(("prompt", [1]), stop="fault", fault="lost")] * 3] * 2
+  step = step_of(mesh, SGD, POLICY_ONLY, settings=dict(epochs=1, mini_batches=2))
+  whole = step_of(mesh, SGD, POLICY_ONLY)
+  args = dict(rewards=FOUR, mini_batches=2)
+  state, stats = step(
+    state_of(mesh, SGD), batching.place(mesh, collate(four_groups[:2] + lost, **args))
+  )
+  alone, _ = whole(
+    state_of(mesh, SGD), batching.place(mesh, collate(four_groups[:2], rewards=FOUR[:2]))
+  )
+  moved = lambda state: jax.tree.map(
+    lambda new, old: new - old, jax.device_get(state.params), PARAMS
+  )
+  assert distance(moved(state), moved(alone)) < 1e-5 and stats["update/skipped"] == 0
+
+
+def test_the_sequence_weight_sends_no_gradient_through_what_the_policy_did_not_write(mesh):
+  """The weight of a whole rollout counts its policy tokens' gap; prompt and observation stay out."""
+  groups = [
+    [
+      trajectory(
+        ("prompt", [3, 4]),
+        ("policy", [5 + k, 6], [-3.0, -3.0]),
+        ("observation", [7, 8, 9 + k]),
+        ("policy", [10], [-3.0]),
+        sample=k,
+      )
+      for k in range(3)
+    ]
+  ]
+  reward = np.float32([[1, 0, 0]])
+  args = dict(POLICY_ONLY, importance="sequence", importance_cap=1e6)
+  found, _ = run(mesh, collate(groups, rewards=reward), loss=args)
+
+  @jax.jit
+  @functools.partial(jax.grad, argnums=0)
+  def weighted(params, token_t, weight_t, advantage):
+    logp = alone_logp(params, token_t)
+    gap = (policy_mask(groups[0][0]) * (alone_logp(PARAMS, token_t) + 3.0)).sum()
+    return -(weight_t * jnp.exp(gap) * advantage * logp).sum()
+
+  total = jax.tree.map(np.zeros_like, PARAMS)
+  advantage = (reward[0] - reward.mean()) / (reward.std() + 1e-6)
+  for k, rollout in enumerate(groups[0]):
+    g = weighted(PARAMS, padded(rollout.token_ids), policy_mask(rollout) / 9, advantage[k])
+    total = jax.tree.map(np.add, total, g)
+  assert distance(found, total) < 1e-4
+
+
+def test_gaps_that_overflow_are_held_and_the_update_stays_finite(mesh, groups):
+  apart = resampled(
+    groups, lambda rollout: np.where(np.arange(len(rollout.token_ids)) % 2, -95, -0.01)
+  )
+  for loss in (dict(old_log_probs="sampler"), dict(importance_cap=2.0),
+               dict(importance_cap=2.0, importance="sequence")):  # fmt: skip
+    gradient, stats = run(mesh, collate(apart, rewards=REWARDS), loss=POLICY_ONLY | loss)
+    assert (
+      all(np.isfinite(value).all() for value in stats.values()) and stats["update/skipped"] == 0
+    )
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+  "loss, words",
+  [
+    (dict(aggregation="mean"), "loss.aggregation='mean' is unknown; choose one of .*token_mean"),
+    (dict(old_log_probs="sampler", importance_cap=2.0), "corrects for the sampler twice"),
+    (dict(importance="sequence"), "does nothing without a cap"),
+    (dict(dual_clip=0.5), "loss.dual_clip=0.5 must be above 1"),
+    (dict(clip_ratio=-0.1), "loss.clip_ratio=-0.1 must be at least 0"),
+  ],
+)
+def test_losses_that_can_not_be_meant_are_refused_in_words(loss, words):
+  with pytest.raises(ValueError, match=words):
+    family(**loss)

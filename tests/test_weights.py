@@ -13,11 +13,11 @@ import pytest
 import test_train
 
 from experiments import export
-from stratified.learner import update
-from stratified.learner.weights import Weights
+from stratified.learner import state as states
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
-from stratified.runs import build, check, checkpoint
+from stratified.runs import build, checkpoint
+from stratified.runs.weights import Weights
 
 # Without a warm start's rows test_train's settings are a run of four steps, evaluated after the
 # second and the fourth.
@@ -99,7 +99,7 @@ def test_a_run_on_another_warm_start_is_refused_at_once_by_name(whole, tmp_path)
   weights = loaded(workdir)
   path = workdir / "warm_start"
   chain = build.optimizer(weights.config, warm_start=True)
-  like = update.abstract_state(weights.mesh, weights.model, chain, with_reference=False)
+  like = states.abstract_state(weights.mesh, weights.model, chain, with_reference=False)
   with checkpoint.Checkpointer(path, every=1) as checkpointer:
     state, step = checkpointer.restore_latest(like)
   shutil.rmtree(path)
@@ -150,4 +150,4 @@ def test_its_export_is_the_policy_that_it_evaluated(whole, tmp_path):
 )
 def test_adapters_that_can_not_be_trained_are_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
-    check.check(test_train.config(**changes))
+    build.build(test_train.config(**changes), task=False)

@@ -32,7 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratified import advantages, sharding
+from stratified.algorithms.grpo import Grpo, PolicyLossSettings
 from stratified.learner import batching, optimizer, update
+from stratified.learner import state as states
 from stratified.planning import costs
 from stratified.policy import attention, decoder, sizes
 from stratified.sampling import lane_programs
@@ -91,24 +93,26 @@ def rollouts(a, vocabulary: int):
 def measure_update(model: decoder.DecoderConfig, a) -> dict[str, float]:
   mesh, chain = sharding.make_mesh(1, 1, 1), optimizer.make(learning_rate=1e-6)
   groups = rollouts(a, model.vocab_size)
+  algorithm = Grpo(
+    advantages.AdvantageSettings(), PolicyLossSettings(), num_strata=STRATA, max_tokens=a.length
+  )
   packing = batching.Packing.for_rollouts(len(groups) * SAMPLES, length=a.length, rows=a.rows)
   rewards = np.random.default_rng(1).integers(0, 2, (len(groups), SAMPLES)).astype(np.float32)
   strata = [[min(len(t.segments) // 2 - 1, STRATA - 1) for t in group] for group in groups]
   batch = batching.place(
     mesh,
-    batching.collate(groups, packing=packing, rewards=rewards, strata=strata, num_strata=STRATA),
+    batching.collate(
+      groups,
+      packing=packing,
+      algorithm=algorithm,
+      rewards=rewards,
+      strata=strata,
+      num_strata=STRATA,
+    ),
   )
-  learn = update.make_update(
-    mesh,
-    model,
-    chain,
-    token_loss=update.policy_gradient(clip_ratio=0.2, kl_coefficient=0.001, kl_estimator="k3"),
-    advantage=advantages.make("blend", num_strata=STRATA, samples_per_question=SAMPLES, alpha=0.6),
-    num_strata=STRATA,
-    chunk=min(a.chunk, a.length),
-  )
+  learn = update.make_update(mesh, model, chain, algorithm, chunk=min(a.chunk, a.length))
   state = [
-    update.init_state(
+    states.init_state(
       mesh, model, decoder.init(model, jax.random.key(0)), chain, with_reference=True
     )
   ]

@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import pathlib
 import time
 
 import jax
@@ -28,10 +29,11 @@ import numpy as np
 
 from experiments.benchmarks import paired_timing
 from stratified import files
+from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
-from stratified.runs import build, phases, writer
-from stratified.tasks import named
+from stratified.learner import state as states
+from stratified.runs import build, stages
 from stratified.types import Question, Segment, Trajectory
 
 LEARNING_RATE = 1e-4
@@ -55,18 +57,19 @@ def demonstrations(count):
   questions."""
   config = paired_timing.config_of("tiny")
   config.warm_start.demonstrations_per_step, config.warm_start.context_weight = count, 0.0
-  shape = build.packing(config, build.mesh_of(config), count)
-  batch = phases.demonstration_batches(config, named.make(config), shape)(0)
+  config.warm_start.num_steps = 1
+  run = build.build(config)
+  batch = stages.demonstration_batch(run.task.demonstrations(0), run.stages[0])
   used = batch.segment_art > 0
   of = lambda i: used & (batch.trajectory_art == i)
-  return [(batch.token_art[of(i)], batch.loss_mask_art[of(i)] > 0) for i in range(count)]
+  return [(batch.token_art[of(i)], batch.policy_art[of(i)] > 0) for i in range(count)]
 
 
 def rollouts_of(workdir, count, vocabulary):
   """(token ids, loss mask) with the lengths of a run's newest rollouts; the tokens themselves are
   random."""
   rng, found = np.random.default_rng(0), []
-  for path in sorted(writer.trajectory_path(workdir, 0).parent.glob("step_*.jsonl"), reverse=True):
+  for path in sorted((pathlib.Path(workdir) / "trajectories").glob("step_*.jsonl"), reverse=True):
     for record in files.read_rows(path)[0]:
       mask = np.concatenate(
         [np.full(part["tokens"], part["origin"] == "policy") for part in record["segments"]]
@@ -102,17 +105,16 @@ class Ours:
     batch = batching.collate(
       [[trajectory(*r)] for r in rollouts],
       packing=packing,
+      algorithm=Supervised(),
       rewards=zeros,
       strata=zeros,
       num_strata=1,
     )
     self.padding, self._batch = batching.padding_share(batch), batching.place(mesh, batch)
-    self._state = update.init_state(
+    self._state = states.init_state(
       mesh, model, jax.tree.map(jax.numpy.copy, params), optimizer, with_reference=False
     )
-    self._step = update.make_update(
-      mesh, model, optimizer, token_loss=update.supervised, chunk=a.chunk or None
-    )
+    self._step = update.make_update(mesh, model, optimizer, Supervised(), chunk=a.chunk or None)
 
   def __call__(self) -> float:
     self._state, stats = self._step(self._state, self._batch)

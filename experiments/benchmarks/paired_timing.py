@@ -13,7 +13,7 @@ import jax
 
 from configs import search_r1
 from stratified.policy.files import hugging_face
-from stratified.runs import build, phases
+from stratified.runs import build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def use_cores(count: int) -> None:
   import torch  # not needed to train, hence no import of this module
 
   torch.set_num_threads(count)
-  phases.enable_compilation_cache()
+  build.enable_compilation_cache()
 
 
 def config_of(model: str):

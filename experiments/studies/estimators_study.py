@@ -10,6 +10,8 @@ same page.
 """
 
 import argparse
+from collections.abc import Sequence
+import dataclasses
 import functools
 import math
 import pathlib
@@ -23,7 +25,8 @@ import numpy as np
 from experiments.studies import bandits
 from stratified import advantages, files
 from stratified.advantages import theory
-from stratified.reports import band_charts, comparison_page
+from stratified.evaluation import intervals
+from stratified.reports import plots
 
 HERE = pathlib.Path(__file__).parent
 STEPS, LONG, GROUPS = 600, 3_000, 40_000
@@ -129,18 +132,37 @@ def attenuation_figure() -> str:
   curves = []
   for column in ATTENUATED:
     y = [theory.attenuation(column[0], x / 100, SAMPLES, column[1]) for x in percent]
-    curves.append(band_charts.Band(_attenuated(column), percent, y, [None] * 100, [None] * 100))
-  plot = band_charts.Plot(
-    "Share of the gradient inside a stratum that a group of 8 keeps", tuple(curves)
-  )
-  return band_charts.figure_svg(
-    [plot],
-    band_charts.colors([c.name for c in curves]),
-    width=640,
-    height=280,
-    x_label="probability of the stratum, %",
+    curves.append(plots.Series(_attenuated(column), percent, y))
+  title = "Share of the gradient inside a stratum that a group of 8 keeps"
+  return figure([plots.Panel(title, tuple(curves))], 640, 280, 1, "probability of the stratum, %")
+
+
+def figure(
+  panels, width: int, height: int, columns: int, x_label: str, names: Sequence[str] = ()
+) -> str:
+  """A file of panels under one legend; the curves take their colours from the order of `names`, the
+  names of all curves if none are given."""
+  names = names or list(dict.fromkeys(one.name for panel in panels for one in panel.series))
+  looks = plots.colors(names)
+  panels = [
+    dataclasses.replace(
+      panel, series=tuple(_colored(one, *looks[one.name]) for one in panel.series)
+    )
+    for panel in panels
+  ]
+  return plots.figure(
+    panels,
+    width=width,
+    height=height,
+    columns=columns,
+    x_label=x_label,
+    legend=[(name, *look) for name, look in looks.items()],
     standalone=True,
   )
+
+
+def _colored(series: plots.Series, color: int, dashed: bool) -> plots.Series:
+  return dataclasses.replace(series, color=color, dashed=dashed)
 
 
 def settings() -> dict[tuple, bandits.Setting]:
@@ -187,8 +209,9 @@ def train(made: dict[tuple, bandits.Setting], seeds: int, steps: int, names=None
 
 def end(curve) -> str:
   """Mean +- standard deviation over seeds at the last step, and the mean's 95 % interval."""
-  found = comparison_page.estimate([float(x) for x in curve[:, -1]])
-  return f"{found.mean:.3f} ± {found.spread:.3f} [{found.low:.3f}, {found.high:.3f}]"
+  last = np.asarray(curve[:, -1], np.float64)
+  low, high = intervals.mean_interval(last)
+  return f"{last.mean():.3f} ± {last.std(ddof=1):.3f} [{low:.3f}, {high:.3f}]"
 
 
 def reward_table(result, name: str, share: float) -> str:
@@ -305,20 +328,19 @@ def _zero(text: str) -> str:
   return "0" if text in ("0.00 ± 0.00", "-0.00 ± 0.00") else text
 
 
-def band(name: str, values_nt) -> band_charts.Band:
+def band(name: str, values_nt) -> plots.Series:
   """Mean and middle 80 % of seeds, at some sixty steps: a standard deviation would leave [0, 1]."""
   steps = values_nt.shape[1]
   x = sorted({*range(0, steps, max(1, steps // 60)), steps - 1})
   low, high = np.quantile(values_nt[:, x], [0.1, 0.9], axis=0)
-  return band_charts.Band(
-    name, x, values_nt[:, x].mean(axis=0).tolist(), low.tolist(), high.tolist()
-  )
+  mean = values_nt[:, x].mean(axis=0).tolist()
+  return plots.Series(name, x, mean, low=low.tolist(), high=high.tolist())
 
 
 def reward_figure(result, name: str, share: float, steps: int = STEPS) -> str:
   """Expected reward in the first steps at equal RMS: a row for each kind of policy, a column a
   family."""
-  plots = []
+  panels = []
   for shared, kind in ((False, "separate"), (True, "shared")):
     for family, members in FAMILIES.items():
       drawn = [
@@ -326,29 +348,23 @@ def reward_figure(result, name: str, share: float, steps: int = STEPS) -> str:
         for one in members
         if one in result
       ]
-      plots.append(band_charts.Plot(f"{family} · {kind}", tuple(drawn)))
-  return band_charts.figure_svg(
-    plots, band_charts.colors(list(result)), width=310, height=220, columns=3, standalone=True
-  )
+      panels.append(plots.Panel(f"{family} · {kind}", tuple(drawn)))
+  return figure(panels, 310, 220, 3, "step", list(result))
 
 
 def mechanism_figure(result) -> str:
   """Bandit B, separate parameters: reward, choice of the strategy, success rate inside it."""
   members = [name for name in FAMILIES["The paper's"] if name in result]
   found = {name: result[name]["learnt", 0.1, False, True] for name in members}
-  plots = [
-    band_charts.Plot(
-      title, tuple(band(name, getattr(curves, field)) for name, curves in found.items())
-    )
+  panels = [
+    plots.Panel(title, tuple(band(name, getattr(curves, field)) for name, curves in found.items()))
     for title, field in (
       ("Reward", "reward"),
       ("Probability of the strategy", "share"),
       ("Success rate inside it", "success"),
     )
   ]
-  return band_charts.figure_svg(
-    plots, band_charts.colors(members), width=310, height=230, columns=3, standalone=True
-  )
+  return figure(panels, 310, 230, 3, "step", members)
 
 
 def fill(page: str, tables: dict[str, str]) -> str:

@@ -2,7 +2,7 @@
 name."""
 
 from stratified.advantages.batch import gn_batch, reinforce_batch
-from stratified.advantages.choose import make, validate
+from stratified.advantages.estimators import AdvantageSettings, estimator, make
 from stratified.advantages.group import (
   blend,
   centered,

@@ -1,21 +1,25 @@
-"""Files from the network: resumed where a download broke off, and checked before they get their
-name.
+"""Downloads files: goes on where a download broke off, and verifies a file before it gets its name.
 
-Checked is whatever is known: the size, a SHA-256 that the caller gives, and the hashes that Hugging
-Face's hub sends in its headers (SHA-256 of large files, git's blob hash of small ones).
+Verifies what is known of a file: its size, a SHA-256 that the caller gives, and the hashes that
+Hugging Face's hub sends in its headers (SHA-256 of large files, git's blob hash of small ones).
+
+Written out because the sources are any http address (dataset servers, mirrors, one's own), which
+huggingface_hub does not fetch, and files of several GB, which pooch starts again from the first
+byte when a connection breaks.
 """
 
 from collections.abc import Callable
 import dataclasses
 import hashlib
 import http.client
-import json
 import os
 import pathlib
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+
+from stratified import files
 
 BLOCK = 2**20
 _BROKEN = (
@@ -62,7 +66,7 @@ def download(
   if sha256:
     remote = dataclasses.replace(remote, sha256=sha256)
   note = target.with_name(target.name + ".source.json")
-  known = _read_note(note)
+  known = files.find_object(note) or {}
   if (
     target.exists()
     and known.get("url") == url
@@ -87,9 +91,9 @@ def download(
         raise ConnectionError(_unreachable(url, error)) from error
       time.sleep(wait_s * 2**attempt)
   found = _check(remote, part)
-  os.replace(part, target)
+  files.settle(part, target)
   part.with_name(part.name + ".json").unlink(missing_ok=True)
-  note.write_text(json.dumps(found | {"etag": remote.etag}, indent=2) + "\n")
+  files.write_json(note, found | {"etag": remote.etag})
   return found
 
 
@@ -145,13 +149,15 @@ def _fetch(remote: Remote, part: pathlib.Path, timeout_s: float, progress) -> No
   strong = remote.etag is not None and not remote.etag.startswith("W/")
   begun = (
     part.stat().st_size
-    if part.exists() and strong and _read_note(note) == {"url": remote.url, "etag": remote.etag}
+    if part.exists()
+    and strong
+    and (files.find_object(note) or {}) == {"url": remote.url, "etag": remote.etag}
     else 0
   )
   if begun and begun == remote.size:
     return
   headers = _HEADERS | ({"Range": f"bytes={begun}-", "If-Range": remote.etag} if begun else {})
-  note.write_text(json.dumps({"url": remote.url, "etag": remote.etag}))
+  files.write_json(note, {"url": remote.url, "etag": remote.etag})
   try:
     reply = urllib.request.urlopen(
       urllib.request.Request(remote.url, headers=headers), timeout=timeout_s
@@ -207,14 +213,6 @@ def _unreachable(url: str, error: Exception) -> str:
     else (getattr(error, "reason", None) or error or type(error).__name__)
   )
   return f"{url} can't be fetched ({reason})"
-
-
-def _read_note(path: pathlib.Path) -> dict:
-  try:
-    found = json.loads(path.read_text())
-  except (OSError, ValueError):
-    return {}
-  return found if isinstance(found, dict) else {}
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -3,11 +3,11 @@ it is read."""
 
 from collections import Counter
 from collections.abc import Iterable
-import json
 import os
 import pathlib
 from typing import Any
 
+from stratified import files
 from stratified.data import duplicates, prepare
 
 # What an entry of "files" must hold.
@@ -25,11 +25,11 @@ def load(path: str | os.PathLike) -> dict[str, Any]:
   if not path.exists():
     return {"files": {}}
   try:
-    known = json.loads(path.read_text(encoding="utf-8-sig"))
+    known = files.parse(path.read_text(encoding="utf-8-sig"))
     wrong = _wrong(known)
   except OSError as error:
     wrong = error.strerror
-  except (ValueError, RecursionError) as error:
+  except ValueError as error:
     wrong = f"not JSON: {error}"
   if wrong:
     raise ValueError(f"{path} is no manifest of prepared data ({wrong}); mend it or move it away")
@@ -91,7 +91,7 @@ def duplicates_of(
 def source_of(path: pathlib.Path) -> dict[str, Any]:
   """Where a file came from: its address if it was downloaded, and its hash."""
   try:
-    note = json.loads(path.with_name(path.name + ".source.json").read_text())
+    note = files.read_object(path.with_name(path.name + ".source.json"))
     known = {key: note[key] for key in ("url", "sha256", "bytes")}
     if known["bytes"] == path.stat().st_size:
       return known

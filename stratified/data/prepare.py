@@ -12,6 +12,7 @@ import sys
 from typing import Any
 import zlib
 
+from stratified import files
 from stratified.data import formats
 from stratified.retrieval.corpus import id_field, read_jsonl, string_field
 
@@ -61,10 +62,8 @@ def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, An
         )
       if file is not raw:
         file.close()
-      raw.flush()
-      os.fsync(raw.fileno())
     found = {"count": count, "bytes": part.stat().st_size, "sha256": sha256_of(part)}
-    os.replace(part, target)
+    files.settle(part, target)
   finally:
     part.unlink(missing_ok=True)
   return found

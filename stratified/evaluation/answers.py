@@ -10,7 +10,6 @@ to a fault are tried again.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -18,9 +17,10 @@ import urllib.parse
 
 from stratified import files
 from stratified.evaluation import score
-from stratified.types import Trajectory
+from stratified.types import Question, Trajectory
 
 Row = dict[str, Any]
+Rows = dict[tuple[str, int], Row]  # (question id, sample) -> row
 _NEEDED = {
   "id",
   "sample",
@@ -36,8 +36,8 @@ _NEEDED = {
 }
 
 
-def record(trajectory: Trajectory) -> Row:
-  """One rollout as a line: `evaluate.score` with the question, the answer, the policy's turns and
+def record(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
+  """One rollout as a line: `score.score` with the question, the answer, the policy's turns and
   its calls."""
   question = trajectory.question
   return {
@@ -47,7 +47,7 @@ def record(trajectory: Trajectory) -> Row:
     "golden_answers": list(question.golden_answers),
     "answer": trajectory.answer,
     "stop": trajectory.stop,
-    **score.score(trajectory),
+    **score.score(trajectory, tools),
     "turns": [
       {
         "action": turn.action,
@@ -68,69 +68,81 @@ class Answers:
   def __init__(self, folder: str | os.PathLike, settings: Mapping[str, Any]):
     self.folder = pathlib.Path(folder)
     path = self.folder / "settings.json"
-    settings = json.loads(json.dumps(settings))  # as they will be read: tuples are lists
+    settings = files.plain(settings)  # as they will be read: tuples are lists
     if path.exists():
-      known = files.read_object(path, "move its folder away")
-      differ = sorted(key for key in known.keys() | settings if known.get(key) != settings.get(key))
-      if differ:
-        told = "; ".join(
-          f"{key} was {known.get(key)!r} and is {settings.get(key)!r}" for key in differ[:4]
-        )
-        raise ValueError(
-          f"{self.folder} holds an evaluation with other settings ({told}"
-          f"{' ...' if len(differ) > 4 else ''}); name another folder with --name or --workdir"
-        )
+      _refuse_other_settings(self.folder, files.read_object(path, "move its folder away"), settings)
     else:
       self.folder.mkdir(parents=True, exist_ok=True)
-      files.write_atomic(path, json.dumps(settings, indent=2) + "\n")
+      files.write_json(path, settings)
 
-  def read(self, name: str) -> dict[tuple[str, int], Row]:
-    """The rollouts of a set by (question id, sample), the newest line of each; a torn last line is
-    cut off."""
-    path = self.path(name)
-    if path.exists():
-      whole = path.read_bytes()
-      if not whole.endswith(b"\n") and whole:
-        with path.open("r+b") as file:
-          file.truncate(whole.rfind(b"\n") + 1)
-    return read(path)
+  def read(self, name: str) -> Rows:
+    """The rollouts of a set, the newest line of each; a torn last line is cut off."""
+    files.cut_torn_line(self.path(name))
+    return read(self.path(name))
 
-  def append(self, name: str, trajectory: Trajectory) -> None:
+  def append(self, name: str, trajectory: Trajectory, tools: Sequence[str] = ()) -> None:
     """Adds a rollout, handed to the system before this returns."""
-    with self.path(name).open("ab") as file:
-      file.write((json.dumps(record(trajectory)) + "\n").encode())
+    files.append_rows(self.path(name), [record(trajectory, tools)])
 
   def path(self, name: str) -> pathlib.Path:
     # a set's name comes from a data file: it must not lead out of the folder
     return self.folder / f"{urllib.parse.quote(name, safe='')}.jsonl"
 
+  def check_questions(self, name: str, questions: Sequence[Question], known: Rows) -> None:
+    """Raises ValueError where an id names two questions, or another one than the kept answer's."""
+    texts = {}
+    for question in questions:
+      asked = (question.text, list(question.golden_answers))
+      if texts.setdefault(question.id, asked) != asked:
+        raise ValueError(
+          f"the set {name} asks two questions of the id {question.id!r}, so their answers can't be "
+          "kept apart; evaluate the sets one by one with --sets=all, or give them ids of their own"
+        )
+      row = known.get((question.id, 0))
+      if row and (row["question"], row["golden_answers"]) != asked:
+        raise ValueError(
+          f"{self.path(name)} answers another question {question.id!r} than the data hold now; "
+          "name another folder with --name or --workdir"
+        )
 
-def read(path: str | os.PathLike) -> dict[tuple[str, int], Row]:
+
+def _refuse_other_settings(folder, known: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+  differ = sorted(key for key in known.keys() | settings if known.get(key) != settings.get(key))
+  if differ:
+    told = "; ".join(
+      f"{key} was {known.get(key)!r} and is {settings.get(key)!r}" for key in differ[:4]
+    )
+    raise ValueError(
+      f"{folder} holds an evaluation with other settings ({told}"
+      f"{' ...' if len(differ) > 4 else ''}); name another folder with --name or --workdir"
+    )
+
+
+def read(path: str | os.PathLike) -> Rows:
   """A set's rollouts by (question id, sample). Raises ValueError for a line that is none."""
   rows, broken = files.read_rows(path)
-  if broken or any(not row.keys() >= _NEEDED for row in rows):
+  if broken or not all(map(_is_rollout, rows)):
     raise ValueError(
       f"{path} holds lines that are no rollouts: move it away, the same command makes it again"
     )
   return {(row["id"], row["sample"]): row for row in rows}
 
 
-def unfinished(known: Mapping[tuple[str, int], Row], ids: Sequence[str], samples: int) -> list[int]:
-  """Positions of the questions that lack a rollout or lost one."""
-  lacks = lambda id: any(
-    (id, k) not in known or known[id, k]["fault"] is not None for k in range(samples)
+def _is_rollout(row: Row) -> bool:
+  lost = row.get("fault") is not None
+  scores = [row.get(key) for key in ("exact_match", "f1")]
+  return row.keys() >= _NEEDED and (
+    lost or all(isinstance(score, (int, float)) and 0 <= score <= 1 for score in scores)
   )
-  return [at for at, id in enumerate(ids) if lacks(id)]
 
 
-def groups(
-  known: Mapping[tuple[str, int], Row], ids: Sequence[str], samples: int
-) -> list[list[Row]]:
-  """[Q][K] rows of the questions, in their order, those that there are."""
-  return [[known[id, k] for k in range(samples) if (id, k) in known] for id in ids]
+def unfinished(rows: Sequence[Sequence[Row | None]]) -> list[int]:
+  """Positions of the groups that lack a rollout (None) or lost one."""
+  lacks = lambda group: any(row is None or row["fault"] is not None for row in group)
+  return [at for at, group in enumerate(rows) if lacks(group)]
 
 
-def open_folder(path: str | os.PathLike) -> dict[str, dict[tuple[str, int], Row]]:
+def open_folder(path: str | os.PathLike) -> dict[str, Rows]:
   """{set: rollouts} of a finished evaluation's folder, or of a workdir that holds exactly one.
 
   Raises FileNotFoundError where there is none, ValueError where there are several to choose from.
@@ -152,3 +164,11 @@ def open_folder(path: str | os.PathLike) -> dict[str, dict[tuple[str, int], Row]
     urllib.parse.unquote(file.name.removesuffix(".jsonl")): read(file)
     for file in sorted(path.glob("*.jsonl"))
   }
+
+
+def by_question(rows: Rows) -> list[list[Row]]:
+  """[Q][K] rows, questions in their order in the file, samples in order."""
+  grouped = {}
+  for (id, _), row in rows.items():
+    grouped.setdefault(id, []).append(row)
+  return [sorted(group, key=lambda row: row["sample"]) for group in grouped.values()]

@@ -1,8 +1,13 @@
-"""Intervals and tests for scores of an evaluation; the questions are the sample, each drawn with
-all its rollouts.
+"""Intervals and tests for scores of an evaluation and for results of several runs.
 
-NumPy in float64. Every function draws from a fixed seed, so the same scores give the same interval
-and p value.
+For an evaluation the questions are the sample, each drawn with all its rollouts. Every function
+draws from a fixed seed, so the same scores give the same interval and p value. scipy.stats is
+imported where it is used: it takes 1.2 s, which no start of a training run should pay.
+
+Bootstrap and sign flips are written out: scipy's draw every index and every sign, for 3,610 scores
+of zero and one 0.33 s and 1.3 s, where drawing how often each distinct score occurs takes 1.5 ms
+and 1 ms for the same numbers; an evaluation has dozens of them. scipy also refuses a single
+question.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +16,59 @@ import math
 import numpy as np
 
 RESAMPLES = 10_000
+
+
+def interval(sets: Mapping[str, Sequence[float]], *, seed: int = 0) -> tuple[float, float]:
+  """The 95 % interval of the average over sets of the mean over a set's questions.
+
+  Where every score is 0 or 1, Wilson's of each set, combined by squares and additions (Zou and
+  Donner, Statistics in Medicine 27, 2008): 0 of 16 is 0 to 19 %, not 0 to 0. Else the percentile
+  bootstrap. With one set it is the interval of that set's mean.
+  """
+  arrays = _arrays(sets)
+  if not all(_is_binary(values) for values in arrays.values()):
+    return bootstrap_interval(sets, seed=seed)
+  middle = _average(arrays)
+  ends = [wilson(values.mean(), len(values)) for values in arrays.values()]
+  means = [values.mean() for values in arrays.values()]
+  below = math.hypot(*(mean - low for mean, (low, _) in zip(means, ends))) / len(arrays)
+  above = math.hypot(*(high - mean for mean, (_, high) in zip(means, ends))) / len(arrays)
+  return max(0.0, middle - below), min(1.0, middle + above)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+  """Wilson's 95 % interval of a share of `count` questions; inside [0, 1], and wider than nothing
+  at 0 and 1."""
+  from scipy import stats
+
+  found = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
+  return float(found.low), float(found.high)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+  """Student's 95 % interval of the mean of independent values; None for fewer than two."""
+  from scipy import stats
+
+  values = np.asarray(values, np.float64)
+  if len(values) < 2:
+    return None
+  if _is_constant(values):
+    return (float(values.mean()),) * 2
+  found = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+  return float(found.low), float(found.high)
+
+
+def difference_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
+  """Welch's 95 % interval of mean(a) - mean(b) of unpaired values; None where either has fewer
+  than two."""
+  from scipy import stats
+
+  if min(len(a), len(b)) < 2:
+    return None
+  if _is_constant(a) and _is_constant(b):
+    return (float(np.mean(a) - np.mean(b)),) * 2
+  found = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+  return float(found.low), float(found.high)
 
 
 def bootstrap_interval(
@@ -51,13 +109,11 @@ def paired_difference(
   answered, and McNemar's exact p (two-sided, pooled over sets). Raises ValueError where the two are
   not the same questions.
   """
-  if {name: len(scores) for name, scores in a.items()} != {
-    name: len(scores) for name, scores in b.items()
-  }:
+  sizes = [{name: len(scores) for name, scores in run.items()} for run in (a, b)]
+  if sizes[0] != sizes[1]:
     raise ValueError(
       "a paired comparison needs the same sets and numbers of questions on both sides, not "
-      f"{ {name: len(scores) for name, scores in a.items()} } and "
-      f"{ {name: len(scores) for name, scores in b.items()} }"
+      f"{sizes[0]} and {sizes[1]}"
     )
   first, second = _arrays(a), _arrays(b)
   differences = {name: first[name] - second[name] for name in first}
@@ -68,8 +124,7 @@ def paired_difference(
     "high": high,
     "p_permutation": sign_flip_p(differences, seed=seed, resamples=resamples),
   }
-  scores = np.concatenate([*first.values(), *second.values()])
-  if np.isin(scores, (0.0, 1.0)).all():
+  if _is_binary(np.concatenate([*first.values(), *second.values()])):
     pooled = np.concatenate(list(differences.values()))
     only_a, only_b = int((pooled > 0).sum()), int((pooled < 0).sum())
     result |= {"only_a": only_a, "only_b": only_b, "p_mcnemar": mcnemar_p(only_a, only_b)}
@@ -77,12 +132,12 @@ def paired_difference(
 
 
 def mcnemar_p(only_a: int, only_b: int) -> float:
-  """McNemar's exact two-sided p: min(1, 2 P[Binomial(a + b, 1/2) <= min(a, b)]); 1 where no pair
-  differs."""
-  count, least = only_a + only_b, min(only_a, only_b)
-  # Whole numbers until the last division: 2 ** count overflows a float from 1,024 pairs on.
-  below = sum(math.comb(count, k) for k in range(least + 1))
-  return min(1.0, 2 * below / 2**count)
+  """McNemar's exact two-sided p, the binomial test of only_a out of only_a + only_b; 1 where no
+  pair differs."""
+  from scipy import stats
+
+  count = only_a + only_b
+  return float(stats.binomtest(only_a, count).pvalue) if count else 1.0
 
 
 def sign_flip_p(
@@ -97,9 +152,8 @@ def sign_flip_p(
   total = np.zeros(resamples)
   for values in arrays.values():
     sizes, counts = np.unique(np.abs(values[values != 0]), return_counts=True)
-    heads = rng.binomial(
-      counts, 0.5, (resamples, len(counts))
-    )  # equal differences are tossed together
+    # equal differences are tossed together
+    heads = rng.binomial(counts, 0.5, (resamples, len(counts)))
     total += (2 * heads - counts) @ sizes / (len(values) * len(arrays))
   # Rounding must not make the observed split itself look smaller than it is.
   return float((1 + np.sum(np.abs(total) >= abs(_average(arrays)) - 1e-12)) / (1 + resamples))
@@ -116,6 +170,15 @@ def _resampled(
     drawn = rng.multinomial(len(values), counts / len(values), resamples)
     total += drawn @ levels / len(values)
   return total / len(arrays)
+
+
+def _is_binary(values: np.ndarray) -> bool:
+  return bool(np.isin(values, (0.0, 1.0)).all())
+
+
+def _is_constant(values: Sequence[float]) -> bool:
+  """Whether values differ by rounding alone; scipy warns of what it makes of those."""
+  return float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max())
 
 
 def _average(arrays: Mapping[str, np.ndarray]) -> float:

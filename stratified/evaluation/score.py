@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from stratified import rewards
-from stratified.evaluation import intervals as statistics
+from stratified.evaluation import intervals
 from stratified.types import Trajectory
 
 Row = dict[str, Any]
@@ -41,21 +41,23 @@ def summary(groups: Sequence[Sequence[Trajectory]], tools: Sequence[str] = ()) -
 
 
 def summarise(
-  groups: Sequence[Sequence[Mapping[str, Any]]], *, intervals: bool = False
+  groups: Sequence[Sequence[Mapping[str, Any]]], *, with_intervals: bool = False
 ) -> dict[str, Any]:
   """The same of rows that `score` made, [Q][K].
 
   Returns {"count", "failed", "exact_match", "exact_match_error", "f1", "searches_mean",
   "calls_mean": {other tool: mean}, "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the error is the standard error of the
   mean over questions. Means of nothing are None. With several rollouts a question also
-  "exact_match_any", the share of questions that at least one of them answered; with `intervals`
-  also "exact_match_interval" and "f1_interval", the 95 % bootstrap intervals over questions.
+  "exact_match_any", the share of questions that at least one of them answered; `with_intervals`
+  also "exact_match_interval" and "f1_interval", the 95 % intervals over questions.
   """
-  result = _means(groups, intervals)
+  result = _means(groups, with_intervals)
   known = sorted({row["hops"] for group in groups for row in group if row["hops"] is not None})
   if known:
     result["by_hops"] = {
-      str(h): _means([[row for row in group if row["hops"] == h] for group in groups], intervals)
+      str(h): _means(
+        [[row for row in group if row["hops"] == h] for group in groups], with_intervals
+      )
       for h in known
     }
   return result
@@ -68,7 +70,7 @@ def by_question(groups: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list
   return [sum(values) / len(values) for values in done if values]
 
 
-def _means(groups, intervals: bool) -> dict[str, Any]:
+def _means(groups, with_intervals: bool) -> dict[str, Any]:
   done = [row for group in groups for row in group if row["fault"] is None]
   mean = lambda key: sum(row[key] for row in done) / len(done) if done else None
   tools = sorted({tool for row in done for tool in row.get("calls", {})} - {"search"})
@@ -89,11 +91,9 @@ def _means(groups, intervals: bool) -> dict[str, Any]:
     }
   if done and max(len(group) for group in groups) > 1:
     result["exact_match_any"] = sum(value > 0 for value in exact) / len(exact)
-  if done and intervals:
+  if done and with_intervals:
     for key in ("exact_match", "f1"):
-      result[f"{key}_interval"] = list(
-        statistics.bootstrap_interval({"": by_question(groups, key)})
-      )
+      result[f"{key}_interval"] = list(intervals.interval({"": by_question(groups, key)}))
   return result
 
 

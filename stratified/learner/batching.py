@@ -1,18 +1,22 @@
 """Trajectories -> Batch: the only door from Python objects to arrays.
 
-Rollouts are packed by first fit, longest first, into rows of one fixed length; rows go into
-micro-batches of a fixed number of rows. Shapes never change over a run: what a step doesn't need
-stays empty, and the update skips it.
+A step's questions are cut into mini-batches, one update each. The rollouts of each are packed by
+first fit, longest first, into rows of one fixed length; rows go into micro-batches of a fixed
+number of rows, over which the gradient is accumulated. Shapes never change over a run: what a step
+doesn't need stays empty, and the update skips it.
 """
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
+import jax
 import numpy as np
 
 from stratified import sharding
+from stratified.algorithms.base import Algorithm
 from stratified.config import setting, Settings
-from stratified.types import Batch, Trajectory
+from stratified.types import Batch, Question, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +38,24 @@ class PackingSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-  """Fixed shapes of a batch: `micro` micro-batches at most, of `rows` rows of `length` tokens,
-  split over `shards`."""
+  """Fixed shapes of a batch: at most `micro` micro-batches of `rows` rows of `length` tokens.
+
+  shards: how many parts the mesh splits rows into. mini_batches: by questions, in their order.
+  """
 
   length: int
   rows: int
   micro: int
   shards: int = 1
+  mini_batches: int = 1
 
   @classmethod
-  def for_rollouts(cls, count: int, *, length: int, rows: int, shards: int = 1) -> "Packing":
+  def for_rollouts(
+    cls, count: int, *, length: int, rows: int, shards: int = 1, mini_batches: int = 1
+  ) -> "Packing":
     """Room for `count` rollouts even if each fills a row of its own."""
-    return cls(length=length, rows=rows, micro=-(-count // rows), shards=shards)
+    micro = mini_batches * -(-(count // mini_batches) // rows)
+    return cls(length=length, rows=rows, micro=micro, shards=shards, mini_batches=mini_batches)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -93,6 +103,7 @@ def collate(
   groups: Sequence[Sequence[Trajectory]],
   *,
   packing: Packing,
+  algorithm: Algorithm,
   rewards: Sequence[Sequence[float]],
   strata: Sequence[Sequence[int]],
   num_strata: int,
@@ -101,14 +112,14 @@ def collate(
   K.
 
   A rollout with a fault takes no tokens and is masked in every statistic. Raises on a ragged group,
-  a stratum id outside [0, num_strata) or a reward that is not finite.
+  a stratum id outside [0, num_strata), a reward that is not finite or too large for float32
+  statistics, or streams that do not fit the rollout.
   """
-  k = len(groups[0])
+  q, k = len(groups), len(groups[0])
   if any(len(group) != k for group in groups):
     raise ValueError(
       f"groups of {sorted({len(group) for group in groups})} rollouts: every question needs the "
-      "same "
-      "number; mark a lost rollout with a fault instead of leaving it out"
+      "same number; mark a lost rollout with a fault instead of leaving it out"
     )
   stratum = np.asarray(strata, np.int32)
   if stratum.min() < 0 or stratum.max() >= num_strata:
@@ -117,77 +128,113 @@ def collate(
       "cap the partition function or raise its number of strata"
     )
   flat = [trajectory for group in groups for trajectory in group]
-  valid = [i for i, trajectory in enumerate(flat) if trajectory.fault is None]
-  reward = np.asarray(rewards, np.float32)
-  broken = [i for i in valid if not np.isfinite(reward[i // k, i % k])]
-  if broken:
-    raise ValueError(
-      f"rollout {broken[0] % k} of question {flat[broken[0]].question.id!r} has the reward "
-      f"{reward[broken[0] // k, broken[0] % k]}: a reward function must return a finite number"
-    )
-  encoded = {i: _encode(flat[i]) for i in valid}
-  lengths = [len(encoded[i][0]) for i in valid]
-  rows = deal(first_fit(lengths, packing.length), lengths, packing)
-  arrays = _fill([[(valid[j], encoded[valid[j]]) for j in items] for items in rows], packing)
+  given = np.asarray(rewards, np.float64)
+  _check_rewards(groups, given)
+  encoded = {
+    i: _encode(trajectory, algorithm, float(given[i // k, i % k]))
+    for i, trajectory in enumerate(flat)
+    if trajectory.fault is None
+  }
+  rows, first_m = _pack(encoded, q, k, packing)
+  names = ["token", "sampled", "logp", *(("stream", name) for name in algorithm.STREAMS)]
+  fields = _fill(rows, encoded, packing, names)
+  # The sum of the numbers as the update sees them, in float32.
+  mass_of = lambda i, name: (
+    np.asarray(encoded[i]["stream", name], np.float32).sum(dtype=np.float64) if i in encoded else 0
+  )
+  mass = lambda name: [mass_of(i, name) for i in range(len(flat))]
   return Batch(
-    *arrays,
-    num_micro=np.int32(max(1, -(-len(rows) // packing.rows))),
-    length_qk=np.asarray([t.num_policy_tokens for t in flat], np.float32).reshape(len(groups), k),
-    reward_qk=reward,
+    token_art=fields["token"],
+    position_art=fields["position"],
+    segment_art=fields["segment"],
+    policy_art=fields["sampled"],
+    sampler_logp_art=fields["logp"],
+    trajectory_art=fields["trajectory"],
+    stream_art={name: fields["stream", name] for name in algorithm.STREAMS},
+    first_m=first_m,
+    mass_qk={name: np.asarray(mass(name), np.float32).reshape(q, k) for name in algorithm.STREAMS},
+    array_qk=algorithm.arrays(groups, rewards),
+    reward_qk=given.astype(np.float32),
     stratum_qk=stratum,
-    valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(len(groups), k),
+    valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(q, k),
   )
 
 
-def _encode(trajectory: Trajectory):
-  token, mask, logp = [], [], []
+# Squares of rewards are summed in float32, whose largest number is 3e38.
+LARGEST_REWARD = 1e15
+
+
+def _check_rewards(groups: Sequence[Sequence[Trajectory]], reward_qk: np.ndarray) -> None:
+  for q, group in enumerate(groups):
+    for k, trajectory in enumerate(group):
+      if trajectory.fault is None and not abs(reward_qk[q, k]) <= LARGEST_REWARD:
+        raise ValueError(
+          f"rollout {k} of question {trajectory.question.id!r} has the reward {reward_qk[q, k]}: a "
+          f"reward function must return a finite number of at most {LARGEST_REWARD:g} in size"
+        )
+
+
+def _encode(trajectory: Trajectory, algorithm: Algorithm, reward: float) -> dict[Any, Sequence]:
+  """What each token carries: its id, whether it was sampled, its log-prob, its streams."""
+  token, sampled, logp = [], [], []
   for segment in trajectory.segments:
+    size, policy = len(segment.token_ids), segment.origin == "policy"
     token.extend(segment.token_ids)
-    sampled = segment.origin == "policy"
-    mask.extend([float(sampled)] * len(segment.token_ids))
-    logp.extend(segment.log_probs if sampled else [0.0] * len(segment.token_ids))
-  return token, mask, logp
+    sampled.extend([float(policy)] * size)
+    logp.extend(segment.log_probs if policy else [0.0] * size)
+  streams = algorithm.streams(trajectory, reward)
+  for name in algorithm.STREAMS:
+    if len(streams.get(name, ())) != len(token):
+      raise ValueError(
+        f"{type(algorithm).__name__}.streams gives {len(streams.get(name, ()))} numbers under "
+        f"{name!r} for a rollout of {len(token)} tokens; it must give one a token"
+      )
+  carried = {("stream", name): streams[name] for name in algorithm.STREAMS}
+  return {"token": token, "sampled": sampled, "logp": logp} | carried
 
 
-def _fill(bins, packing: Packing):
+def _pack(encoded, questions: int, samples: int, packing: Packing):
+  """(rows of rollouts, first_m): each mini-batch is packed by itself into whole micro-batches."""
+  rows, first_m = [], [0]
+  for m in range(packing.mini_batches):
+    low, high = (n * questions // packing.mini_batches * samples for n in (m, m + 1))
+    own = [i for i in encoded if low <= i < high]
+    lengths = [len(encoded[i]["token"]) for i in own]
+    packed = deal(first_fit(lengths, packing.length), lengths, packing)
+    # An empty mini-batch keeps one empty micro-batch, whose gradient is zero.
+    first_m.append(first_m[-1] + max(1, -(-len(packed) // packing.rows)))
+    rows += [[own[j] for j in items] for items in packed]
+    rows += [[] for _ in range(first_m[-1] * packing.rows - len(rows))]
+  return rows, np.asarray(first_m, np.int32)
+
+
+def _fill(rows, encoded, packing: Packing, names: Sequence) -> dict[Any, np.ndarray]:
+  """{name: [A, R, T]} of what tokens carry, and their position, segment and trajectory."""
   shape = (packing.micro * packing.rows, packing.length)
-  if len(bins) > shape[0]:
+  if len(rows) > shape[0]:
     raise ValueError(
-      f"{len(bins)} rows are needed, {shape[0]} are planned: raise the packing's micro-batches"
+      f"{len(rows)} rows are needed, {shape[0]} are planned: raise the packing's micro-batches"
     )
-  token, position, segment, trajectory = (np.zeros(shape, np.int32) for _ in range(4))
-  mask, logp = (np.zeros(shape, np.float32) for _ in range(2))
-  for row, items in enumerate(bins):
+  places = {name: np.zeros(shape, np.int32) for name in ("position", "segment", "trajectory")}
+  carried = {name: np.zeros(shape, np.int32 if name == "token" else np.float32) for name in names}
+  for row, items in enumerate(rows):
     start = 0
-    for number, (index, (tokens, sampled, log_probs)) in enumerate(items, 1):
-      at = slice(start, start + len(tokens))
-      token[row, at], mask[row, at], logp[row, at] = tokens, sampled, log_probs
-      position[row, at] = np.arange(len(tokens))
-      segment[row, at] = number
-      trajectory[row, at] = index
-      start += len(tokens)
-  deal = lambda x: x.reshape(packing.micro, packing.rows, packing.length)
-  return tuple(deal(x) for x in (token, position, segment, mask, logp, trajectory))
-
-
-def weigh_context(batch: Batch, weight: float) -> Batch:
-  """For supervision: tokens that the policy read rather than wrote count `weight` in the loss, each
-  segment's first token aside (nothing precedes it). 0 leaves the batch as it is."""
-  if not weight:
-    return batch
-  context = (batch.loss_mask_art == 0) & (batch.segment_art > 0) & (batch.position_art > 0)
-  mask = np.where(context, np.float32(weight), batch.loss_mask_art)
-  length = np.bincount(
-    batch.trajectory_art.ravel(), weights=mask.ravel(), minlength=batch.length_qk.size
-  )
-  return batch._replace(
-    loss_mask_art=mask, length_qk=length.astype(np.float32).reshape(batch.length_qk.shape)
-  )
+    for number, index in enumerate(items, 1):
+      size = len(encoded[index]["token"])
+      at = slice(start, start + size)
+      for name, array in carried.items():
+        array[row, at] = encoded[index][name]
+      places["position"][row, at] = np.arange(size)
+      places["segment"][row, at] = number
+      places["trajectory"][row, at] = index
+      start += size
+  split = (packing.micro, packing.rows, packing.length)
+  return {name: array.reshape(split) for name, array in (carried | places).items()}
 
 
 def padding_share(batch: Batch) -> float:
   """Share of the positions the update runs over that hold no token."""
-  used = batch.segment_art[: int(batch.num_micro)]
+  used = batch.segment_art[: int(batch.first_m[-1])]
   return float((used == 0).mean())
 
 
@@ -195,14 +242,44 @@ def num_tokens(batch: Batch) -> int:
   return int((batch.segment_art > 0).sum())
 
 
-def place(mesh, batch: Batch) -> Batch:
-  """The batch on the mesh: rows and questions are split, micro-batches and positions are not."""
-  rows, questions, scalar = (
-    sharding.named(mesh, axes) for axes in ((None, "row", None), ("question", None), ())
-  )
-  where = {"num_micro": scalar} | {
-    name: questions for name in ("length_qk", "reward_qk", "stratum_qk", "valid_qk")
+def shardings(mesh, batch: Batch) -> Batch:
+  """Where each array of a batch lies: rows and questions are split, micro-batches are not."""
+  rows, scalar = sharding.named(mesh, (None, "row", None)), sharding.named(mesh, (None,))
+  question = lambda x: sharding.named(mesh, ("question", *[None] * (x.ndim - 1)))
+  place = {
+    name: jax.tree.map(question if name.endswith("_qk") else lambda _: rows, value)
+    for name, value in batch._asdict().items()
   }
-  return Batch(
-    **{name: sharding.put(value, where.get(name, rows)) for name, value in batch._asdict().items()}
+  return Batch(**place | {"first_m": scalar})
+
+
+def place(mesh, batch: Batch) -> Batch:
+  """The batch on the mesh."""
+  return jax.tree.map(sharding.put, batch, shardings(mesh, batch))
+
+
+def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, samples: int) -> Batch:
+  """The shapes, dtypes and shardings of a step's batch, for compiling without one."""
+  lost = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="made for its shape")
+  zeros = np.zeros((questions, samples))
+  small = dataclasses.replace(packing, micro=packing.mini_batches, rows=1, length=1)
+  made = collate(
+    [[lost] * samples] * questions,
+    packing=small,
+    algorithm=algorithm,
+    rewards=zeros,
+    strata=zeros,
+    num_strata=1,
+  )
+  shape = (packing.micro, packing.rows, packing.length)
+  full = {
+    name: jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(shape if name.endswith("_art") else x.shape, x.dtype), value
+    )
+    for name, value in made._asdict().items()
+  }
+  return jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    Batch(**full),
+    shardings(mesh, made),
   )

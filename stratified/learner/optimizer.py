@@ -1,6 +1,7 @@
 """The optimizer chain: clip by global norm; AdamW, Muon or plain SGD; linear warm-up to a constant
 rate."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -9,10 +10,45 @@ import jax.numpy as jnp
 import optax
 
 from stratified import sharding
+from stratified.config import check, rules, setting, Settings
+from stratified.policy import weights
 
-# The matrices that Muon orthogonalises, and how many dimensions after `layers` their input takes.
-MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings(Settings):
+  """The section `optimizer`."""
+
+  SECTION = "optimizer"
+
+  name: str = setting(
+    "adamw", "the rule of an update", choices=("adamw", "muon", "sgd"), affects=("training",)
+  )
+  learning_rate: float = setting(
+    1e-6, "rate after the warm-up, constant from then on", above=0, affects=("training",)
+  )
+  warmup_steps: int = setting(
+    20, "updates over which the rate rises linearly", low=0, affects=("training",)
+  )
+  weight_decay: float = setting(
+    0.0,
+    "share of a weight that rate x this takes off; none of norms and biases",
+    low=0,
+    affects=("training",),
+  )
+  clip_norm: float = setting(
+    1.0,
+    "most that the gradient's norm over all weights may be; 1e9 clips nothing",
+    above=0,
+    affects=("training", "warm_start"),
+  )
+  b1: float = setting(
+    0.9, "decay of Adam's mean of gradients", low=0, below=1, affects=("training",)
+  )
+  b2: float = setting(
+    0.999, "decay of Adam's mean of their squares", low=0, below=1, affects=("training",)
+  )
 
 
 def make(
@@ -28,18 +64,13 @@ def make(
 ) -> optax.GradientTransformation:
   """An optax chain. The rate rises linearly over `warmup_steps`, then stays, or falls along a
   cosine to a tenth over `decay_steps` where that is positive. Weight decay spares norms and biases
-  (one-dimensional per layer)."""
-  if not learning_rate > 0:
-    raise ValueError(f"learning_rate={learning_rate} must be positive")
-  if warmup_steps < 0 or decay_steps < 0:
-    raise ValueError(
-      f"warmup_steps={warmup_steps} and decay_steps={decay_steps} must not be negative"
-    )
-  if not (weight_decay >= 0 and clip_norm > 0):
-    raise ValueError(
-      f"weight_decay={weight_decay} must be at least 0 and clip_norm={clip_norm} positive; "
-      "a clip_norm of 1e9 clips nothing"
-    )
+  (one-dimensional per layer). Raises ValueError for what breaks a rule of OptimizerSettings."""
+  given = locals()
+  for field, rule in rules(OptimizerSettings).items():
+    field = field.removeprefix("optimizer.")
+    check("optimizer" if field == "name" else field, given[field], rule)
+  if decay_steps < 0:
+    raise ValueError(f"decay_steps={decay_steps} must be at least 0; 0 keeps the rate constant")
   after = (
     optax.cosine_decay_schedule(learning_rate, decay_steps, 0.1)
     if decay_steps
@@ -50,27 +81,25 @@ def make(
     learning_rate / max(warmup_steps, 1), learning_rate, max(warmup_steps - 1, 1)
   )
   schedule = optax.join_schedules([warmup, after], [warmup_steps]) if warmup_steps else after
-  rules = {
+  chains = {
     "adamw": lambda: optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
     "muon": lambda: optax.partition(
       {
         "matrix": optax.chain(muon(), optax.scale_by_learning_rate(schedule)),
         "other": optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
       },
-      lambda params: {name: "matrix" if name in MATRICES else "other" for name in params},
+      lambda params: {
+        name: "matrix" if name in weights.linear_layers() else "other" for name in params
+      },
     ),
     "sgd": lambda: optax.sgd(schedule),
   }
-  if name not in rules:
-    raise ValueError(f"optimizer {name!r} is unknown; choose one of {sorted(rules)}")
-  return optax.chain(optax.clip_by_global_norm(clip_norm), rules[name]())
+  return optax.chain(optax.clip_by_global_norm(clip_norm), chains[name]())
 
 
 def decayed(params):
-  """Which weights decay: matrices do; norms and biases don't."""
-  return jax.tree.map_with_path(
-    lambda path, _: not any(s in str(path[-1]) for s in ("norm", "bias")), params
-  )
+  """Which weights decay (`weights.decays`): matrices do; norms and biases don't."""
+  return jax.tree.map_with_path(lambda path, _: weights.decays(path[-1].key), params)
 
 
 def muon(momentum: float = 0.95, iterations: int = 5) -> optax.GradientTransformation:
@@ -91,8 +120,9 @@ def muon(momentum: float = 0.95, iterations: int = 5) -> optax.GradientTransform
     del params
     memory = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, gradient)
     ahead = jax.tree.map(lambda m, g: momentum * m + g, memory, gradient)
+    inputs = weights.linear_layers()
     step = jax.tree.map_with_path(
-      lambda path, x: _orthogonal(x, MATRICES[path[-1].key], iterations), ahead
+      lambda path, x: _orthogonal(x, inputs[path[-1].key], iterations), ahead
     )
     return step, MuonState(memory)
 

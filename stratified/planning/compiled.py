@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stratified import sharding
-from stratified.learner import batching, update
+from stratified.learner import batching
+from stratified.learner import state as states
 from stratified.planning import costs, hlo
-from stratified.policy import decoder, layers
+from stratified.policy import decoder
 from stratified.runs import build, samplers
 from stratified.sampling import in_process, lane_programs
 from stratified.types import Batch
@@ -49,7 +49,7 @@ class Plan:
 
   @property
   def packing(self) -> batching.Packing:
-    return self.run.packing
+    return self.run.last.packing
 
   @property
   def rollouts(self) -> int:
@@ -64,17 +64,17 @@ class Plan:
 def state_of(plan: Plan):
   """The training state as it lies between updates: shapes, dtypes, shardings."""
   config, adapter = plan.config, build.adapter(plan.config)
-  state = update.abstract_state(
+  state = states.abstract_state(
     plan.mesh,
     plan.model,
-    plan.run.optimizer,
+    plan.run.last.optimizer,
     with_reference=True,
     adapter=adapter,
     host=build.host_parts(config),
   )
   if adapter:  # a checkpoint holds only a fingerprint of the frozen weights
-    frozen = update.abstract_state(
-      plan.mesh, plan.model, plan.run.optimizer, with_reference=False
+    frozen = states.abstract_state(
+      plan.mesh, plan.model, plan.run.last.optimizer, with_reference=False
     ).params
     state = state._replace(
       reference={
@@ -88,29 +88,13 @@ def state_of(plan: Plan):
 
 
 def batch_of(plan: Plan) -> Batch:
-  packing, config = plan.packing, plan.config
-  struct = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=sharding.named(plan.mesh, axes)
-  )
-  token = lambda dtype: struct(
-    (packing.micro, packing.rows, packing.length), dtype, None, "row", None
-  )
-  question = lambda dtype: struct(
-    (config.data.questions_per_step, config.rollout.samples_per_question), dtype, "question", None
-  )
-  i, f = jnp.int32, jnp.float32
-  return Batch(
-    token(i),
-    token(i),
-    token(i),
-    token(f),
-    token(f),
-    token(i),
-    struct((), i),
-    question(f),
-    question(f),
-    question(i),
-    question(f),
+  config = plan.config
+  return batching.abstract(
+    plan.mesh,
+    plan.packing,
+    plan.run.last.stage.algorithm,
+    config.data.questions_per_step,
+    config.rollout.samples_per_question,
   )
 
 
@@ -124,7 +108,7 @@ def local_bytes(tree) -> int:
 
 
 def compile_update(plan: Plan):
-  return plan.run.learn.lower(state_of(plan), batch_of(plan)).compile()
+  return plan.run.last.learn.lower(state_of(plan), batch_of(plan)).compile()
 
 
 def peak_of(program) -> int:
@@ -174,7 +158,7 @@ def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
   """The sampler's programs on one device, beside `resident` bytes of the training state."""
   settings = samplers.sampler_config(plan.config)
   mesh = lane_programs.make_mesh(plan.mesh.devices.flat[:1])
-  here = lane_programs.whole(mesh)
+  here = lane_programs.replicated(mesh)
   struct = lambda tree: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree
   )
@@ -271,9 +255,7 @@ def unexpected(
     for array in sorted(hlo.arrays(text), key=str)
     if 0 < chunk < packing.length and of_logits(array) and array.size >= most
   ]
-  stacked = {
-    math.prod(w.shape) for name, w in decoder.weights(model).items() if name in layers.LINEAR
-  }
+  stacked = {math.prod(w.shape) for w in decoder.weights(model).values() if w.kind == "matrix"}
   for each in hlo.collectives(text, num_devices=shards * tensor):
     whole = each.array.size in stacked and model.num_layers > 1
     if each.kind == "all-gather" and (whole or of_logits(each.array)):

@@ -8,7 +8,7 @@ matrix products and attention (2 a multiply-add), which is what a device's peak 
 import dataclasses
 import math
 
-from stratified.policy import decoder, layers
+from stratified.policy import decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +43,14 @@ def forward_flops(
 ) -> float:
   """FLOPs of one forward pass over `tokens` tokens that attend to `seen` tokens each on average.
 
-  2 tokens (weights of all linear layers + width x vocabulary) + 4 tokens seen heads head_dim layers
+  2 tokens (weights of all linear layers + width x vocabulary) + 4 tokens seen heads head_dim layers,
+  where a local layer sees no more than its window
   """
   table = decoder.weights(config)
-  linear = sum(math.prod(table[name].shape) for name in layers.LINEAR)
+  linear = sum(math.prod(weight.shape) for weight in table.values() if weight.inputs)
   head = config.vocab_size * config.width if logits else 0
-  return (
-    2 * tokens * (linear + head)
-    + 4 * tokens * seen * config.num_heads * config.head_dim * config.num_layers
-  )
+  attended = sum(min(seen, config.window) if local else seen for local in config.layer_is_local)
+  return 2 * tokens * (linear + head) + 4 * tokens * attended * config.num_heads * config.head_dim
 
 
 def update_flops(

@@ -1,8 +1,7 @@
-"""A decoder of the Llama family: Llama/SmolLM2, Qwen2.5 (QKV bias), Qwen3 (QK norm).
+"""A decoder of the Llama family: Llama/SmolLM2, Qwen2.5, Qwen3, Mistral, Gemma 3, OLMo 2.
 
-The weights are one flat table, `weights(config)`: shape, logical axes and initializer of each, from
-which the abstract, the sharded and the initial parameters derive. Everything else is functions of
-that tree:
+What it is stands in `config.DecoderConfig`, its weights in `weights.ROWS`, how Hugging Face names
+it in `families`. Here is what it computes, functions of one flat dict of parameters:
 
     hidden_rtd = hidden(config, params, token_rt, position_rt, segment_rt)      # the update: packed
                                                                                 rows, scanned layers
@@ -14,195 +13,83 @@ Shapes: r rows or b lanes, t tokens, d width, h query heads, g key-value heads, 
 vocabulary.
 """
 
-import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from stratified import sharding
-from stratified.policy import attention, layers
+from stratified.policy import attention, layers, rotary
+from stratified.policy.config import ACTIVATIONS, DecoderConfig, REMAT
+from stratified.policy.weights import (
+  init,
+  initial,
+  logical_axes,
+  Params,
+  seen_dtype,
+  stacked_names,
+  Weight,
+  weights,
+)
 
-Params = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-  """Sizes and switches of a decoder; `rope_scaling` holds Llama 3's four numbers (factor, low,
-  high, original length)."""
-
-  vocab_size: int
-  width: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  mlp_width: int
-  rope_theta: float = 10000.0
-  rope_scaling: tuple[float, float, float, float] | None = None
-  norm_eps: float = 1e-6
-  qkv_bias: bool = False
-  qk_norm: bool = False
-  tied_embeddings: bool = True
-  dtype: str = "float32"
-  remat: str = "none"
-  attention: str = "library"
-  unroll: int = 1
-
-  def __post_init__(self):
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
-      )
-    if self.remat not in REMAT:
-      raise ValueError(f"remat={self.remat!r} is unknown; choose one of {sorted(REMAT)}")
-
-
-class Weight(NamedTuple):
-  """One weight: its shape, the logical axis of each dimension, and the standard deviation it starts
-  with.
-
-  `scale` None starts at one (norms), 0.0 at zero (biases).
-  """
-
-  shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
-  scale: float | None
-
-
-# What the backward pass recomputes: nothing; all but matrix products; a whole layer.
-REMAT = {
-  "none": None,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "full": jax.checkpoint_policies.nothing_saveable,
-}
-
-
-def weights(config: DecoderConfig) -> dict[str, Weight]:
-  """Every weight of the decoder by name; those of layers are stacked along a leading `layers`
-  axis."""
-  c, l = config, config.num_layers
-  into, out = 1 / math.sqrt(c.width), 1 / math.sqrt(2 * l)
-  table = {
-    "embed": Weight((c.vocab_size, c.width), ("vocabulary", "width"), into),
-    "attention_norm": Weight((l, c.width), ("layers", None), None),
-    "q": Weight(
-      (l, c.width, c.num_heads, c.head_dim), ("layers", "width", "heads", "head_dim"), into
-    ),
-    "k": Weight(
-      (l, c.width, c.num_kv_heads, c.head_dim), ("layers", "width", "kv_heads", "head_dim"), into
-    ),
-    "v": Weight(
-      (l, c.width, c.num_kv_heads, c.head_dim), ("layers", "width", "kv_heads", "head_dim"), into
-    ),
-    "o": Weight(
-      (l, c.num_heads, c.head_dim, c.width),
-      ("layers", "heads", "head_dim", "width"),
-      out / math.sqrt(c.num_heads * c.head_dim),
-    ),
-    "mlp_norm": Weight((l, c.width), ("layers", None), None),
-    "gate": Weight((l, c.width, c.mlp_width), ("layers", "width", "mlp"), into),
-    "up": Weight((l, c.width, c.mlp_width), ("layers", "width", "mlp"), into),
-    "down": Weight(
-      (l, c.mlp_width, c.width), ("layers", "mlp", "width"), out / math.sqrt(c.mlp_width)
-    ),
-    "final_norm": Weight((c.width,), (None,), None),
-  }
-  if c.qkv_bias:
-    table |= {
-      "q_bias": Weight((l, c.num_heads, c.head_dim), ("layers", "heads", "head_dim"), 0.0),
-      "k_bias": Weight((l, c.num_kv_heads, c.head_dim), ("layers", "kv_heads", "head_dim"), 0.0),
-      "v_bias": Weight((l, c.num_kv_heads, c.head_dim), ("layers", "kv_heads", "head_dim"), 0.0),
-    }
-  if c.qk_norm:
-    table |= {
-      name: Weight((l, c.head_dim), ("layers", None), None) for name in ("q_norm", "k_norm")
-    }
-  if not c.tied_embeddings:
-    table["head"] = Weight((c.vocab_size, c.width), ("vocabulary", "width"), into)
-  return table
-
-
-class Decoder(nnx.Module):
-  """The weights as NNX parameters, each carrying its logical axes; `params` splits them off as a
-  plain dict."""
-
-  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-    for name, weight in weights(config).items():
-      setattr(self, name, nnx.Param(initial(weight, rngs.params()), logical_axes=weight.axes))
-
-  def params(self) -> Params:
-    return nnx.to_pure_dict(nnx.state(self, nnx.Param))
-
-
-def initial(weight: Weight, key) -> jax.Array:
-  """A weight at its start, in float32 (see `Weight`)."""
-  if weight.scale is None:
-    return jnp.ones(weight.shape, jnp.float32)
-  return weight.scale * jax.random.truncated_normal(key, -2, 2, weight.shape, jnp.float32) / 0.8796
-
-
-def init(config: DecoderConfig, key: jax.Array) -> Params:
-  """Random float32 parameters: truncated normal, residual outputs scaled by 1/sqrt(2 layers)."""
-  return Decoder(config, nnx.Rngs(params=key)).params()
-
-
-def logical_axes(config: DecoderConfig) -> dict[str, tuple[str | None, ...]]:
-  return {name: weight.axes for name, weight in weights(config).items()}
-
-
-def adapter_weights(config: DecoderConfig, target: str, rank: int) -> dict[str, Weight]:
-  """The two low-rank factors of a linear layer's adapter: A [layers, inputs ..., rank], B [layers,
-  rank, outputs ...].
-
-  Each keeps the axes of the layer that it shares; the rank is whole everywhere. A starts at random,
-  B at zero.
-  """
-  weight, inputs = weights(config)[target], 1 + layers.LINEAR[target]
-  shape, axes = weight.shape, weight.axes
-  return {
-    f"{target}_a": Weight(
-      (*shape[:inputs], rank), (*axes[:inputs], None), 1 / math.sqrt(math.prod(shape[1:inputs]))
-    ),
-    f"{target}_b": Weight((shape[0], rank, *shape[inputs:]), (axes[0], None, *axes[inputs:]), 0.0),
-  }
-
-
-def _layer_axes(config, params) -> dict[str, tuple[str | None, ...]]:
-  """Logical axes of every stacked weight in `params`, adapters among them."""
-  axes = logical_axes(config)
-  for target in layers.LINEAR:
-    if f"{target}_a" in params:
-      axes |= {name: weight.axes for name, weight in adapter_weights(config, target, 1).items()}
-  return {name: of for name, of in axes.items() if of[0] == "layers"}
+__all__ = [
+  "Cache",
+  "DecoderConfig",
+  "Params",
+  "REMAT",
+  "Weight",
+  "empty_cache",
+  "extend",
+  "hidden",
+  "init",
+  "initial",
+  "logical_axes",
+  "logits",
+  "output_weight",
+  "seen_dtype",
+  "unstack",
+  "weights",
+]
 
 
 def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment_rt) -> jax.Array:
   """Final normed hidden states [R, T, D] of packed rows; a token attends to earlier tokens of its
-  own segment.
+  own segment, in a local layer to those within the window.
 
   Segment 0 is padding: what comes out there means nothing. `params` may hold adapters beside the
   weights (`lora.join`).
   """
-  axes = _layer_axes(config, params)
   token_rt, position_rt, segment_rt = (
     sharding.constrain(x, "row", None) for x in (token_rt, position_rt, segment_rt)
   )
-  sin, cos = _rotary(config, position_rt)
-  context = attention.context(segment_rt, config.attention)
+  rotations = _rotations(config, position_rt)
+  alike = config.layers_alike
+  context = attention.context(segment_rt, config.attention, config.window if alike else 0)
 
-  def layer(x, w):
-    q, k, v = project(config, w, x, sin, cos)
-    x = x + finish(w, attention.packed(q, k, v, context, config.attention))
+  def layer(x, xs):
+    w, local = xs
+    turn = _turn(rotations, config.layer_is_local[0] if alike else local)
+    q, k, v = project(config, w, x, *turn)
+    mixed = attention.packed(
+      q,
+      k,
+      v,
+      context,
+      config.attention,
+      scale=config.attention_scale,
+      window=config.window,
+      local=local,
+    )
+    x = x + finish(config, w, mixed)
     return sharding.constrain(x + mlp(config, w, x), "row", None, None), None
 
   if REMAT[config.remat]:
     layer = jax.checkpoint(layer, policy=REMAT[config.remat])
-  x = layers.lookup(params["embed"], token_rt, config.dtype)
-  x, _ = jax.lax.scan(layer, x, {name: params[name] for name in axes}, unroll=config.unroll)
-  return layers.norm(x, params["final_norm"], config.norm_eps)
+  x = _scale_embedding(config, layers.lookup(params["embed"], token_rt, config.dtype))
+  stacked = {name: params[name] for name in stacked_names(config, params)}
+  local_l = None if alike else jnp.asarray(config.layer_is_local)
+  x, _ = jax.lax.scan(layer, x, (stacked, local_l), unroll=config.unroll)
+  return _norm(config, x, params["final_norm"])
 
 
 class Cache(NamedTuple):
@@ -220,18 +107,14 @@ def empty_cache(config: DecoderConfig, lanes: int, length: int) -> Cache:
   return Cache(make(config.head_dim, length), make(length, config.head_dim))
 
 
-def seen_dtype(config: DecoderConfig, name: str) -> str:
-  """The dtype that a forward pass reads a weight in: norms and biases are few and stay float32."""
-  return "float32" if name.endswith(("_norm", "_bias")) else config.dtype
-
-
 def unstack(config: DecoderConfig, params: Params) -> Params:
   """Parameters for `extend`: the dtypes of a forward pass, layers as a tuple of trees, since
-  unrolled layers decode faster."""
-  names = _layer_axes(config, params)
+  unrolled layers decode faster. Extra heads are left out."""
+  names, table = stacked_names(config, params), weights(config)
   cast = {name: value.astype(seen_dtype(config, name)) for name, value in params.items()}
   stacked = tuple({name: cast[name][i] for name in names} for i in range(config.num_layers))
-  return {name: value for name, value in cast.items() if name not in names} | {"layers": stacked}
+  outer = {name: cast[name] for name in table if name not in names and table[name].stored}
+  return outer | {"layers": stacked}
 
 
 def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: Cache, lane_b=None):
@@ -242,48 +125,81 @@ def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: 
   written nowhere. lane_b: the lanes of the cache that the rows of token_bt belong to; None is all
   of them in order. `params` comes from `unstack`.
   """
-  sin, cos = _rotary(config, position_bt)
-  x = params["embed"][token_bt]
+  rotations = _rotations(config, position_bt)
+  x = _scale_embedding(config, params["embed"][token_bt])
   keys, values = [], []
-  for w, key, value in zip(params["layers"], cache.keys, cache.values):
-    q, k, v = project(config, w, x, sin, cos)
+  for w, local, key, value in zip(
+    params["layers"], config.layer_is_local, cache.keys, cache.values
+  ):
+    q, k, v = project(config, w, x, *_turn(rotations, local))
     key, value = attention.write(key, value, k, v, position_bt, lane_b)
     past = (key, value) if lane_b is None else (key[lane_b], value[lane_b])
-    x = x + finish(w, attention.cached(q, *past, position_bt))
+    window = config.window if local else 0
+    mixed = attention.cached(q, *past, position_bt, scale=config.attention_scale, window=window)
+    x = x + finish(config, w, mixed)
     x = x + mlp(config, w, x)
     keys.append(key)
     values.append(value)
-  return layers.norm(x, params["final_norm"], config.norm_eps), Cache(tuple(keys), tuple(values))
+  return _norm(config, x, params["final_norm"]), Cache(tuple(keys), tuple(values))
 
 
-def _rotary(config: DecoderConfig, position_rt):
-  return layers.rotary(position_rt, config.head_dim, config.rope_theta, config.rope_scaling)
+def _rotations(config: DecoderConfig, position_rt):
+  """(sines, cosines) of a global layer's positions and of a local one's."""
+  of = lambda *base: rotary.rotary(position_rt, config.head_dim, *base)
+  everywhere = of(config.rope_theta, config.rope_scaling)
+  near = everywhere if config.rope_theta_local is None else of(config.rope_theta_local)
+  return everywhere, near
+
+
+def _turn(rotations, local):
+  """The rotation of a layer; `local` is a bool, or a traced one."""
+  everywhere, near = rotations
+  if everywhere is near or isinstance(local, bool):
+    return near if local is True else everywhere
+  return jax.tree.map(lambda a, b: jnp.where(local, a, b), near, everywhere)
+
+
+def _scale_embedding(config: DecoderConfig, x):
+  # Rounded to the embedding's dtype first, as the models that scale theirs were trained.
+  return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
+
+
+def _norm(config: DecoderConfig, x, scale):
+  return layers.norm(x, 1.0 + scale if config.zero_centered_norms else scale, config.norm_eps)
+
+
+def _linear(config: DecoderConfig, w, name: str, x):
+  weight = weights(config)[name]
+  return layers.apply(w, name, x, weight.axes[1:], weight.inputs)
 
 
 def project(config: DecoderConfig, w, x, sin, cos):
   """Queries [., T, H, K], keys and values [., T, G, K] of a layer's input, positions rotated in."""
-  y = layers.norm(x, w["attention_norm"], config.norm_eps)
-  q, k, v = (layers.apply(w, name, y) for name in ("q", "k", "v"))
+  y = _norm(config, x, w["attention_norm"]) if config.pre_norms else x
+  q, k, v = (_linear(config, w, name, y) for name in ("q", "k", "v"))
   if config.qkv_bias:
     # In the bias's own dtype, so that its gradient is summed in it.
     q, k, v = (
       (z + w[f"{name}_bias"]).astype(z.dtype) for z, name in ((q, "q"), (k, "k"), (v, "v"))
     )
   if config.qk_norm:
-    q, k = (
-      layers.norm(q, w["q_norm"], config.norm_eps),
-      layers.norm(k, w["k_norm"], config.norm_eps),
-    )
-  return layers.rotate(q, sin, cos), layers.rotate(k, sin, cos), v
+    over = "_over_heads" if config.qk_norm_over_heads else ""
+    q, k = _norm(config, q, w[f"q_norm{over}"]), _norm(config, k, w[f"k_norm{over}"])
+  return rotary.rotate(q, sin, cos), rotary.rotate(k, sin, cos), v
 
 
-def finish(w, mixed_rthk):
-  return layers.apply(w, "o", mixed_rthk)
+def finish(config: DecoderConfig, w, mixed_rthk):
+  """What attention adds to the stream, from the mixed values of each head."""
+  y = _linear(config, w, "o", mixed_rthk)
+  return _norm(config, y, w["attention_post_norm"]) if config.post_norms else y
 
 
 def mlp(config: DecoderConfig, w, x):
-  y = layers.norm(x, w["mlp_norm"], config.norm_eps)
-  return layers.apply(w, "down", jax.nn.silu(layers.apply(w, "gate", y)) * layers.apply(w, "up", y))
+  """What the gated MLP adds to the stream."""
+  y = _norm(config, x, w["mlp_norm"]) if config.pre_norms else x
+  gate = ACTIVATIONS[config.activation](_linear(config, w, "gate", y))
+  y = _linear(config, w, "down", gate * _linear(config, w, "up", y))
+  return _norm(config, y, w["mlp_post_norm"]) if config.post_norms else y
 
 
 def output_weight(config: DecoderConfig, params: Params):

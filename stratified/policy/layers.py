@@ -1,40 +1,28 @@
 """The parts of a decoder's layers as functions of arrays: products with weights as they lie on a
-mesh, norms, rotations.
+mesh, norms, the look-up of embeddings.
 
 Letters: r rows, t tokens, d width, h heads, k head dimension, v vocabulary.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 
 from stratified import sharding
 
-# The linear layers, and how many dimensions after `layers` their input takes.
-LINEAR = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 
-# Logical axes of each linear layer's weight, inputs first.
-AXES = {
-  "q": ("width", "heads", "head_dim"),
-  "k": ("width", "kv_heads", "head_dim"),
-  "v": ("width", "kv_heads", "head_dim"),
-  "o": ("heads", "head_dim", "width"),
-  "gate": ("width", "mlp"),
-  "up": ("width", "mlp"),
-  "down": ("mlp", "width"),
-}
-
-
-def apply(w, name: str, x):
+def apply(w, name: str, x, axes: tuple[str | None, ...], inputs: int):
   """x W, plus (x A) B where the layer has an adapter: two thin products, the matrix A B is never
-  made."""
-  inputs, y = LINEAR[name], linear(x, w[name], AXES[name])
+  made.
+
+  w: a layer's weights by name. axes: logical axes of W, the first `inputs` of them its inputs.
+  """
+  y = linear(x, w[name], axes)
   if f"{name}_a" not in w:
     return y
-  low_rtz = linear(x, w[f"{name}_a"], (*AXES[name][:inputs], None))
-  return y + linear(low_rtz, w[f"{name}_b"], (None, *AXES[name][inputs:]))
+  low_rtz = linear(x, w[f"{name}_a"], (*axes[:inputs], None))
+  return y + linear(low_rtz, w[f"{name}_b"], (None, *axes[inputs:]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -95,38 +83,11 @@ def _of_activation(axes):
 
 
 def norm(x, scale, eps):
-  """RMSNorm in float32: x / sqrt(mean(x^2) + eps) * scale."""
-  y = x.astype(jnp.float32)
-  y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+  """RMSNorm in float32 over as many of the last axes as the scale has: x / sqrt(mean(x^2) + eps) *
+  scale."""
+  y, axes = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
+  y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=axes, keepdims=True) + eps)
   return (y * scale).astype(x.dtype)
-
-
-def rotary(position_rt, head_dim: int, theta: float, scaling=None):
-  """Sines and cosines [R, T, K/2] of the rotary embedding, in float32."""
-  half = head_dim // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  if scaling:
-    frequency = _llama3_frequency(frequency, *scaling)
-  angle = position_rt[..., None].astype(jnp.float32) * frequency
-  return jnp.sin(angle), jnp.cos(angle)
-
-
-def _llama3_frequency(frequency, factor, low, high, original):
-  wavelength = 2 * math.pi / frequency
-  smooth = (original / wavelength - low) / (high - low)
-  middle = (1 - smooth) * frequency / factor + smooth * frequency
-  return jnp.where(
-    wavelength < original / high,
-    frequency,
-    jnp.where(wavelength > original / low, frequency / factor, middle),
-  )
-
-
-def rotate(x_rthk, sin, cos):
-  """Rotates the two halves of the head dimension (Hugging Face's layout of the weights)."""
-  a, b = jnp.split(x_rthk.astype(jnp.float32), 2, axis=-1)
-  sin, cos = sin[:, :, None], cos[:, :, None]
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_rthk.dtype)
 
 
 def lookup(embed_vd, token_rt, dtype):

@@ -4,12 +4,12 @@ beside it.
     x W' = x W + (alpha / r) (x A) B
 
 W stays frozen; A starts at random, B at zero, so that training starts from the policy W exactly.
-Adapters are a flat table like the decoder's own, `q_a`, `q_b`, ...; what they are used through is a
-table of both, in either form:
+Adapters are a flat table like the decoder's own, `q_a`, `q_b`, .... The decoder's extra heads stand
+in it as they are (too small for an adapter, trained whole). What they are used through is a table
+of both, in either form:
 
-    params = join(lora, frozen, adapters)          # thin products beside the frozen ones: training
-    params = merge(config, lora, frozen, adapters) # W + (alpha / r) A B, a plain decoder: sampling,
-    export
+    params = join(lora, frozen, adapters)           # training: thin products beside frozen ones
+    params = merge(config, lora, frozen, adapters)  # sampling, export: W + (alpha / r) A B
 
 Frozen weights go into no checkpoint; `fingerprint` tells whether those read again are the ones
 trained against.
@@ -22,7 +22,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stratified.policy import decoder, layers
+from stratified.config import check, rules, setting, Settings
+from stratified.policy import decoder
+from stratified.policy.weights import adapter_weights, linear_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSettings(Settings):
+  """The section `lora`."""
+
+  SECTION = "lora"
+
+  rank: int = setting(
+    0,
+    "rank of the adapters that are trained beside frozen weights; 0 trains every weight",
+    low=0,
+    affects=("training", "answers"),
+  )
+  alpha: float = setting(
+    128.0, "an adapter counts alpha / rank", above=0, affects=("training", "answers")
+  )
+  targets: str = setting(
+    ",".join(linear_layers()),
+    "linear layers that have an adapter, with commas between them",
+    affects=("training", "answers"),
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.adapter()
+
+  def adapter(self) -> "LoraConfig | None":
+    """The adapters that are trained in place of the weights; None where every weight is."""
+    return LoraConfig(self.rank, self.alpha, tuple(self.targets.split(","))) if self.rank else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +64,7 @@ class LoraConfig:
 
   rank: int
   alpha: float
-  targets: tuple[str, ...] = tuple(layers.LINEAR)
+  targets: tuple[str, ...] = dataclasses.field(default_factory=lambda: tuple(linear_layers()))
 
   def __post_init__(self):
     if self.rank < 1:
@@ -40,15 +72,12 @@ class LoraConfig:
         f"lora.rank={self.rank} must be at least 1; 0 in a run's config trains all parameters "
         "instead"
       )
-    if not (self.alpha > 0 and math.isfinite(self.alpha)):
-      raise ValueError(
-        f"lora.alpha={self.alpha} must be positive and finite; rank or twice the rank is usual"
-      )
-    unknown = [target for target in self.targets if target not in layers.LINEAR]
+    check("lora.alpha", self.alpha, rules(LoraSettings)["lora.alpha"])
+    unknown = [target for target in self.targets if target not in linear_layers()]
     if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
       raise ValueError(
         f"lora.targets={','.join(self.targets)!r} must name each layer once, one at least, out of "
-        f"{','.join(layers.LINEAR)}"
+        f"{','.join(linear_layers())}"
       )
 
   @property
@@ -57,34 +86,42 @@ class LoraConfig:
 
 
 def weights(config: decoder.DecoderConfig, lora: LoraConfig) -> dict[str, decoder.Weight]:
-  """Every adapter weight by name, in the order of the decoder's layers.
+  """Every weight that is trained, by name: the adapters' factors in the order of the decoder's
+  layers, then its extra heads as they are.
 
   Raises ValueError where the rank is not below a layer's own: A B would hold more numbers than W.
   """
   table = decoder.weights(config)
   for target in lora.targets:
-    inputs = 1 + layers.LINEAR[target]
-    most = min(math.prod(table[target].shape[1:inputs]), math.prod(table[target].shape[inputs:]))
+    shape, inputs = table[target].part_shape, table[target].inputs
+    most = min(math.prod(shape[:inputs]), math.prod(shape[inputs:]))
     if lora.rank >= most:
       raise ValueError(
         f"lora.rank={lora.rank} must be below {most}, the rank of {target}; lower it, or leave "
         f"{target} "
         "out of lora.targets"
       )
-  return {
+  factors = {
     name: weight
-    for target in layers.LINEAR
+    for target in table
     if target in lora.targets
-    for name, weight in decoder.adapter_weights(config, target, lora.rank).items()
+    for name, weight in adapter_weights(config, target, lora.rank).items()
   }
+  return factors | {name: table[name] for name in head_names(config)}
+
+
+def head_names(config: decoder.DecoderConfig) -> list[str]:
+  """The decoder's extra heads' weights: no adapter stands beside them, they are trained whole."""
+  return [name for name, weight in decoder.weights(config).items() if weight.stored is None]
 
 
 def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> decoder.Params:
-  """float32 adapters that change nothing yet: A truncated normal of variance 1 / inputs, B zero.
+  """float32 adapters that change nothing yet: A truncated normal of variance 1 / inputs, B zero;
+  and extra heads at their start.
 
   A layer's A depends on the key and the layer alone, not on which others have adapters.
   """
-  order = {f"{target}_a": number for number, target in enumerate(layers.LINEAR)}
+  order = {f"{target}_a": number for number, target in enumerate(linear_layers())}
   return {
     name: decoder.initial(weight, jax.random.fold_in(key, order.get(name, 0)))
     for name, weight in weights(config, lora).items()
@@ -92,21 +129,24 @@ def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> dec
 
 
 def join(lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params) -> decoder.Params:
-  """One table of both for `decoder.hidden`; alpha / r is taken into A, in float32."""
+  """One table of both for `decoder.hidden`; alpha / r is taken into A, in float32. Heads are the
+  trained ones."""
+  factors = {f"{target}_a" for target in lora.targets}
   return frozen | {
-    name: value * lora.scaling if name.endswith("_a") else value for name, value in adapters.items()
+    name: value * lora.scaling if name in factors else value for name, value in adapters.items()
   }
 
 
 def merge(
   config: decoder.DecoderConfig, lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params
 ) -> decoder.Params:
-  """The decoder's own table with (alpha / r) A B added: the sum in float32, the result in the
-  frozen weight's dtype."""
-  merged = dict(frozen)
+  """The decoder's own table with (alpha / r) A B added and its trained heads: the sum in float32,
+  the result in the frozen weight's dtype."""
+  merged = frozen | {name: adapters[name] for name in head_names(config)}
+  table = decoder.weights(config)
   for target in lora.targets:
     # Of each of the layers l: inputs i or h k, outputs o ...; the einsum names them by their place.
-    inputs = "abc"[: layers.LINEAR[target]]
+    inputs = "abc"[: table[target].inputs]
     outputs = "def"[: frozen[target].ndim - 1 - len(inputs)]
     delta = jnp.einsum(
       f"l{inputs}z,lz{outputs}->l{inputs}{outputs}",

@@ -10,6 +10,8 @@ import dataclasses
 import statistics
 from typing import Any
 
+from stratified.runs.workdir import is_number
+
 _START = 10  # rows that tell how the run began
 _WINDOW = 10  # rows that tell how it stands
 
@@ -87,7 +89,7 @@ def find(rows: Sequence[Mapping[str, Any]], rollouts_per_step: int | None = None
 
 
 def _series(rows, key) -> tuple[list[int], list[float]]:
-  pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), (int, float))]
+  pairs = [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
   return [step for step, _ in pairs], [value for _, value in pairs]
 
 

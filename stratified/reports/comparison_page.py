@@ -1,338 +1,165 @@
-"""Several runs side by side: means, spreads and intervals of groups that differ in more than the
-seed.
+"""comparison.html: several runs in one page, as curves with bands and as tables."""
 
-A group holds the runs of one setting, usually one a seed. Intervals are 95 %: Student's t over the
-runs of a group; a run that is alone in its group has no spread over seeds, and its exact match gets
-Wilson's interval over its questions instead. Differences between two groups are paired by seed
-wherever both have that seed.
-"""
+from collections.abc import Sequence
+import pathlib
+from typing import Any
 
-from collections.abc import Iterable, Mapping, Sequence
-import dataclasses
-import math
-import re
-import statistics
-from typing import Any, Literal
+from stratified import files
+from stratified.reports import comparison, plots, text
+from stratified.reports.comparison import Comparison
+from stratified.runs import workdir as workdirs
 
-import scipy.special
-
-from stratified.reports import charts, score_table
-from stratified.runs.workdir import (
-  differing,
-  find,
-  grouped,
-  is_number,
-  MAIN,
-  natural,
-  problem,
-  read,
-  Run,
+# Title, key of metrics.jsonl, percent, whether it is recorded at few steps only, what it tells.
+FIRST = (
+  ("Reward a rollout", "reward/mean", False, False, ""),
+  ("Searches a question", "rollout/searches_mean", False, False, ""),
 )
-
-LAST = 10  # training steps that the end of a noisy curve is read from
-_START = "start/exact_match"
-# (key, title) of the columns that are no exact match; `end_values` says what they hold.
-_COLUMNS = (
-  ("eval/searches_mean", "searches"),
-  ("train/reward", "training reward"),
-  ("train/searches", "training searches"),
-  ("train/zero_share", "zero advantage"),
-  ("train/rms", "advantage rms"),
+MORE = (
+  ("Held-out exact match", "eval/exact_match", True, True, "What the groups are compared by."),
+  (
+    "Rollouts with zero advantage",
+    "advantage/zero_share",
+    True,
+    False,
+    "These teach nothing; an estimator that leaves fewer learns from more.",
+  ),
+  (
+    "Advantage, root mean square",
+    "advantage/rms",
+    False,
+    False,
+    "Groups of unlike size also differ in the size of their steps.",
+  ),
+  (
+    "Policy entropy, nats a token",
+    "policy/entropy",
+    False,
+    False,
+    "Near 0 the policy no longer explores.",
+  ),
+  (
+    "KL to the reference, nats a token",
+    "loss/kl",
+    False,
+    False,
+    "How far the policy has moved from its start.",
+  ),
+  (
+    "Gradient norm before clipping",
+    "grad/norm",
+    False,
+    False,
+    "Jumps to many times the usual size come before a collapse.",
+  ),
 )
+# Kinds of columns, and the heading of their table.
+_TABLES = {"scores": "", "hops": "Exact match × 100 by hops", "training": "How the agent searched"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-  """A mean with its 95 % interval, and what the interval is over; `low` and `high` are None where
-  there is none."""
-
-  mean: float
-  low: float | None
-  high: float | None
-  spread: float | None  # standard deviation over runs, divisor n - 1
-  count: int
-  over: Literal["seeds", "questions", "pairs", "groups"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-  """Mean over runs by step, and one standard deviation below and above it (None where a single run
-  is left)."""
-
-  x: list[int]
-  mean: list[float]
-  low: list[float | None]
-  high: list[float | None]
-
-
-def end_values(run: Run, step: int | None = None) -> dict[str, float]:
-  """A run's end result: every eval/* number at its last step (or at `step`), and what training was
-  like until then.
-
-  start/exact_match is the evaluation before the first step; train/reward and train/searches are
-  means of the last 10 training steps, train/zero_share and train/rms (of the advantages) of all.
-  Empty where `problem` has a reason.
-  """
-  if problem(run, step):
-    return {}
-  step = run.last_step if step is None else step
-  values = {}
-  for row in run.rows:
-    if row.get("step") == step:
-      values |= {
-        key: value for key, value in row.items() if key.startswith("eval/") and is_number(value)
-      }
-    if row.get("step") == 0 and is_number(row.get(MAIN)):
-      values[_START] = row[MAIN]
-  train = [row for row in run.rows if "reward/mean" in row and row["step"] <= step]
-  for name, key, part in (
-    ("train/reward", "reward/mean", train[-LAST:]),
-    ("train/searches", "rollout/searches_mean", train[-LAST:]),
-    ("train/zero_share", "advantage/zero_share", train),
-    ("train/rms", "advantage/rms", train),
-  ):
-    known = [row[key] for row in part if is_number(row.get(key))]
-    if known:
-      values[name] = sum(known) / len(known)
-  return values
-
-
-def estimate(values: Sequence[float], over: str = "seeds") -> Estimate:
-  """Mean and Student's t interval of independent values: mean +- t(0.975, n - 1) s / sqrt(n); none
-  for one value."""
-  mean = statistics.fmean(values)
-  if len(values) < 2:
-    return Estimate(mean, None, None, None, len(values), over)
-  spread = statistics.stdev(values)
-  half = _quantile(len(values) - 1) * spread / math.sqrt(len(values))
-  return Estimate(mean, mean - half, mean + half, spread, len(values), over)
-
-
-def _quantile(freedom: float) -> float:
-  return float(scipy.special.stdtrit(freedom, 0.975))
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-  """Wilson's 95 % interval of a share of `count` questions; inside [0, 1] and wider than nothing at
-  0 and 1."""
-  z = 1.959964
-  middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-  half = (
-    z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-  )
-  return middle - half, middle + half
-
-
-def summary(runs: Sequence[Run], step: int | None = None) -> dict[str, Estimate]:
-  """The group's end result: an estimate of each value that its finished runs have."""
-  ends = [(run, end_values(run, step)) for run in runs]
-  ends = [(run, end) for run, end in ends if end]
-  result = {}
-  for key in sorted({key for _, end in ends for key in end}):
-    found = estimate([end[key] for _, end in ends if key in end])
-    count = _questions(ends[0][0], key, step) if len(ends) == 1 else None
-    if count:
-      low, high = wilson(found.mean, count)
-      found = dataclasses.replace(found, low=low, high=high, over="questions")
-    result[key] = found
+def panels(made: Comparison, chosen: Sequence[tuple]) -> list[plots.Panel]:
+  """Those of the chosen curves that any run has recorded."""
+  longest = max((run.last_step for runs in made.groups.values() for run in runs), default=0)
+  window = 1 if longest < 24 else 2 * (longest // 48) + 1
+  looks, result = looks_of(made), []
+  for title, key, percent, rare, meaning in chosen:
+    curves = {
+      label: comparison.curve(runs, key, 1 if rare else window)
+      for label, runs in made.groups.items()
+    }
+    style = "dots" if rare else "line"
+    drawn = tuple(
+      plots.Series(label, c.x, c.mean, looks[label][0], style, c.low, c.high, looks[label][1])
+      for label, c in curves.items()
+      if c.x
+    )
+    result += [plots.Panel(title, drawn, percent=percent, meaning=meaning)] * bool(drawn)
   return result
 
 
-def _questions(run: Run, key: str, step: int | None) -> int | None:
-  """How many questions an exact match is a mean of, where evaluation.json is of the same step."""
-  name = re.fullmatch(r"eval/(?:(?P<set>\w+)/)?exact_match(?:_hops_(?P<hops>\d+))?", key)
-  if name is None or run.evaluation.get("step") != (run.last_step if step is None else step):
-    return None
-  score = score_table.sets_of(run.evaluation).get(name["set"] or score_table.HELD_OUT)
-  return score_table.value(score, "count", name["hops"])
-
-
-def difference(
-  runs: Sequence[Run], reference: Sequence[Run], step: int | None = None, key: str = MAIN
-) -> Estimate | None:
-  """The group's mean minus the reference's: paired by seed where they share seeds, else Welch's
-  interval.
-
-  None if either has no finished run.
-  """
-  ours, theirs = (
-    {run.seed: end_values(run, step)[key] for run in group if key in end_values(run, step)}
-    for group in (runs, reference)
-  )
-  if not ours or not theirs:
-    return None
-  shared = [seed for seed in ours if seed is not None and seed in theirs]
-  if shared:
-    return estimate([ours[seed] - theirs[seed] for seed in shared], "pairs")
-  a, b = estimate(list(ours.values())), estimate(list(theirs.values()))
-  mean, count = a.mean - b.mean, min(a.count, b.count)
-  if count < 2:
-    return Estimate(mean, None, None, None, count, "groups")
-  parts = [one.spread**2 / one.count for one in (a, b)]
-  error = math.sqrt(sum(parts))
-  weights = sum(part**2 / (one.count - 1) for part, one in zip(parts, (a, b)))
-  half = _quantile(sum(parts) ** 2 / weights) * error if weights else 0.0
-  return Estimate(mean, mean - half, mean + half, None, count, "groups")
-
-
-def curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
-  """`key` by step, averaged over the runs that have it there, each first smoothed over `window` of
-  its own points."""
-  series = []
-  for run in runs:
-    points = {
-      row["step"]: row[key] for row in run.rows if "step" in row and is_number(row.get(key))
-    }
-    steps = sorted(points)
-    series.append(dict(zip(steps, charts.smooth([points[step] for step in steps], window))))
-  x = sorted({step for one in series for step in one})
-  at = [[one[step] for one in series if step in one] for step in x]
-  mean = [statistics.fmean(values) for values in at]
-  half = [statistics.stdev(values) if len(values) > 1 else None for values in at]
-  return Curve(
-    x,
-    mean,
-    [None if h is None else m - h for m, h in zip(mean, half)],
-    [None if h is None else m + h for m, h in zip(mean, half)],
-  )
-
-
-def columns(summaries: Iterable[Mapping[str, Estimate]]) -> list[tuple[str, str]]:
-  """(key, title) of what was measured: exact match before and after, by set and hops, then how the
-  agent searched."""
-  measured = {key for one in summaries for key in one}
-  sets = sorted(key for key in measured if re.fullmatch(r"eval/\w+/exact_match", key))
-  hops = sorted(
-    (key for key in measured if re.fullmatch(r"eval/exact_match_hops_\d+", key)), key=natural
-  )
-  named = [(MAIN, "held-out"), (_START, "warm start")]
-  named += [(key, key.split("/")[1].replace("_", " ")) for key in sets]
-  named += [(key, f"{key.rpartition('_')[2]} hop{'s' * (not key.endswith('_1'))}") for key in hops]
-  return [(key, title) for key, title in (*named, *_COLUMNS) if key in measured]
-
-
-def text(found: Estimate | None, key: str, signed: bool = False) -> str:
-  """`61.2 [58.0, 64.4]`: exact matches, rewards and shares x 100, counts as they are."""
-  if found is None:
-    return "–"
-  percent = any(word in key for word in ("exact_match", "reward", "share"))
-  form = lambda value: f"{100 * value if percent else value:{'+' * signed}.{1 if percent else 2}f}"
-  return form(found.mean) + (
-    f" [{form(found.low)}, {form(found.high)}]" if found.low is not None else ""
-  )
-
-
-def table(
-  groups: Mapping[str, Sequence[Run]], reference: str, step: int | None = None
-) -> list[list[str]]:
-  """Head and rows of the end results, in text; the second column is the difference to the group
-  `reference`."""
-  found = {label: summary(runs, step) for label, runs in groups.items()}
-  shown = columns(found.values())
-  compared = len(groups) > 1
-  head = ["group", "runs", *(title for _, title in shown)]
-  rows = []
-  for label, runs in groups.items():
-    done = sum(bool(end_values(run, step)) for run in runs)
-    row = [label, str(done) if done == len(runs) else f"{done} of {len(runs)}"]
-    rows.append(row + [text(found[label].get(key), key) for key, _ in shown])
-    if compared and shown:
-      gain = None if label == reference else difference(runs, groups[reference], step)
-      rows[-1].insert(3, text(gain, MAIN, signed=True))
-  if compared and shown:
-    head.insert(3, f"against {reference}")
-  return [head, *rows]
-
-
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-  """Rows of text, the first of them the head, as a table in Markdown."""
-  lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-  return "\n".join([lines[0], "|" + "---|" + "---:|" * (len(cells[0]) - 1), *lines[1:]]) + "\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-  """Groups of runs, the one that others are measured against, the step of the end results, and
-  notes on the runs."""
-
-  groups: Mapping[str, Sequence[Run]]
-  reference: str
-  step: int | None
-  notes: Sequence[str]
-
-
-def of(
-  arguments: Sequence[str], reference: str | None = None, step: int | None = None
-) -> Comparison:
-  """Reads and groups the runs. Raises ValueError, one sentence, where nothing can be compared."""
-  found, notes = find(arguments)
-  groups, more = grouped([(label, read(path)) for label, path in found])
-  if not groups:
-    raise ValueError(
-      f"there is no run in {', '.join(map(repr, arguments)) or 'no argument'}; "
-      "name workdirs, globs of them, or the folder of a sweep"
-    )
-  reference = next(iter(groups)) if reference is None else reference
-  if reference not in groups:
-    raise ValueError(
-      f"--reference={reference!r} is no group; choose one of {', '.join(map(repr, groups))}"
-    )
-  every = [run for runs in groups.values() for run in runs]
-  notes += more + [said for run in every if (said := problem(run, step))]
-  keys = differing(every)
-  notes += [f"The groups differ in {', '.join(keys)}."] * (len(groups) > 1 and bool(keys))
-  return Comparison(groups, reference, step, notes)
-
-
-def as_json(made: Comparison) -> dict[str, Any]:
-  """Everything that the tables are made of, in full precision."""
+def looks_of(made: Comparison) -> dict[str, tuple[int, bool]]:
+  """{label: (color, dashed)}: shades in order where one number alone tells the groups apart, else
+  colours."""
   every = [run for runs in made.groups.values() for run in runs]
-  keys = differing(every)
-  groups = {}
-  for label, runs in made.groups.items():
-    gain = (
-      None if label == made.reference else difference(runs, made.groups[made.reference], made.step)
-    )
-    groups[label] = {
-      "config": {key: runs[0].config.get(key) for key in keys},
-      "runs": [
-        {
-          "workdir": str(run.path),
-          "seed": run.seed,
-          "step": run.last_step,
-          "of": run.planned,
-          "end": end_values(run, made.step),
-        }
-        for run in runs
-      ],
-      "end": {key: dataclasses.asdict(one) for key, one in summary(runs, made.step).items()},
-      "against_reference": gain and dataclasses.asdict(gain),
-    }
-  return {
-    "reference": made.reference,
-    "step": made.step,
-    "notes": list(made.notes),
-    "groups": groups,
-  }
-
-
-def as_markdown(made: Comparison) -> str:
-  results = markdown(table(made.groups, made.reference, made.step))
-  notes = "".join(f"- {note}\n" for note in made.notes)
-  return f"{results}\n{legend(made)}\n" + f"\n{notes}" * bool(notes)
-
-
-def legend(made: Comparison) -> str:
-  """What the numbers of the table are, in words."""
-  alone = any(
-    sum(bool(end_values(run, made.step)) for run in runs) == 1 for runs in made.groups.values()
+  keys = workdirs.differing(every)
+  ordered = len(keys) == 1 and all(
+    workdirs.is_number(run.config.get(keys[0])) for run in every if run.config
   )
-  lone = "; of a single run, over its questions (Wilson), which says nothing of other seeds"
-  when = "the end of training" if made.step is None else f"step {made.step}"
-  said = [
-    f"Exact match, rewards and shares x 100, at {when}.",
-    f"Brackets: 95 % intervals over seeds (Student's t){lone * alone}.",
+  return plots.colors(list(made.groups), ordered)
+
+
+def _legend(made: Comparison) -> list[tuple[str, int, bool]]:
+  return [(label, *look) for label, look in looks_of(made).items()]
+
+
+def picture(made: Comparison) -> str:
+  """The first figure as an SVG file."""
+  return plots.figure(
+    panels(made, FIRST), width=400, height=260, columns=2, legend=_legend(made), standalone=True
+  )
+
+
+def page(made: Comparison) -> str:
+  """The comparison as one HTML page that needs nothing beside it."""
+  count = sum(map(len, made.groups.values()))
+  first, legend = panels(made, FIRST), _legend(made)
+  more = [
+    (plots.figure([panel], width=390, height=200, legend=legend), panel.meaning)
+    for panel in panels(made, MORE)
   ]
-  if len(made.groups) > 1:
-    said.append("Differences are paired by seed where both groups have it.")
-  return " ".join(said)
+  values = {
+    "title": f"{len(made.groups)} settings, {count} runs"
+    if len(made.groups) > 1
+    else f"{count} runs",
+    "first": first
+    and (
+      plots.figure(first, width=600, height=290, columns=2, legend=legend),
+      plots.figure(first, width=360, height=220, legend=legend),
+    ),
+    "has_bands": any(v is not None for panel in first for one in panel.series for v in one.low),
+    "tables": _tables(made),
+    "reference": made.reference if len(made.groups) > 1 else None,
+    "legend": comparison.legend(made),
+    "notes": made.notes,
+    "more": more,
+    "runs": [(label, run) for label, runs in made.groups.items() for run in runs],
+  }
+  return text.render("comparison.html", values)
+
+
+def _tables(made: Comparison) -> list[tuple[str, list[str], list[tuple[str, list]]]]:
+  """(heading, head, [(label, [(value, interval)])]): columns that belong together, so that no
+  table is wider than the page."""
+  columns = comparison.table_columns(made.groups, made.reference, made.step)
+  labels, counts = columns[:2]
+  found = []
+  for kind, heading in _TABLES.items():
+    chosen = [column for column in columns if column.kind == kind]
+    if not chosen and kind != "scores":
+      continue
+    chosen = [counts] * (kind == "scores") + chosen
+    head = [labels.title, *(column.title for column in chosen)]
+    rows = [
+      (label, [_split(column.cells[i]) for column in chosen])
+      for i, label in enumerate(labels.cells)
+    ]
+    found.append((heading, head, rows))
+  return found
+
+
+def _split(cell: str) -> tuple[str, str]:
+  value, bracket, interval = cell.partition(" [")
+  return value, f"[{interval}" if bracket else ""
+
+
+def write(made: Comparison, folder: pathlib.Path) -> pathlib.Path:
+  """Writes comparison.html, .md, .json and .svg, and returns the page's path."""
+  folder.mkdir(parents=True, exist_ok=True)
+  parts: dict[str, Any] = {
+    "md": comparison.as_markdown(made),
+    "svg": picture(made),
+    "html": page(made),
+  }
+  for kind, content in parts.items():
+    files.write_atomic(folder / f"comparison.{kind}", content)
+  files.write_json(folder / "comparison.json", comparison.as_json(made))
+  return folder / "comparison.html"

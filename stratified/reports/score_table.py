@@ -1,42 +1,54 @@
-"""evaluation.json and the eval/* keys of metrics.jsonl, brought into one form and shown as
-tables."""
+"""evaluation.json and the eval/* keys of metrics.jsonl, brought into one form and laid out as a
+table."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import re
 from typing import Any
 
-from stratified.reports.transcripts import visible
+from stratified.reports.text import cut, fixed, percent
+from stratified.runs.workdir import is_number
 
-Score = dict[
-  str, Any
-]  # count, exact_match, f1, searches_mean, by_hops: {"0": Score, ...}; any may be absent
+# count, exact_match, f1, searches_mean, by_hops: {"0": Score, ...}; any may be absent
+Score = dict[str, Any]
 Sets = dict[str, Score]
 
 HELD_OUT, SECOND = "held_out", "second_encyclopedia"
+_MOST_ROWS = 200
 
 
-def before_and_after(
-  rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]
-) -> tuple[Sets, Sets]:
-  """Scores by question set of the warm-started policy and of the trained one.
+@dataclasses.dataclass(frozen=True)
+class Scores:
+  """Scores by question set before and after training, and of the policy before, held to 0, 1, ...
+  searches. `step` is where "after" was measured."""
 
-  evaluation.json leads; without it the first and the last evaluation in metrics.jsonl stand in, the
-  first only if it is not the last as well.
-  """
-  evaluated = [row for row in rows if isinstance(row.get("eval/exact_match"), (int, float))]
+  before: Sets
+  after: Sets
+  forced: Mapping[str, Sets]
+  step: int | None
+
+
+def scores_of(rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> Scores:
+  """evaluation.json leads; without it the evaluations in metrics.jsonl stand in: step 0's before
+  training, the newest of a later step after it."""
+  evaluated = [row for row in rows if is_number(row.get("eval/exact_match"))]
+  start = [row for row in evaluated if row.get("step") == 0]
+  later = [row for row in evaluated if row.get("step") != 0]
   before, after = sets_of(evaluation.get("warm_start")), sets_of(evaluation)
-  if HELD_OUT not in after and evaluated:
-    after = {HELD_OUT: _from_row(evaluated[-1])} | after
-  if HELD_OUT not in before and len(evaluated) > 1:
-    before = {HELD_OUT: _from_row(evaluated[0])} | before
-  return before, after
+  step = evaluation.get("step")
+  if step == 0 and HELD_OUT not in before:
+    before, after = after, {}
+  if HELD_OUT not in after and later:
+    after, step = {HELD_OUT: _from_row(later[-1])} | after, later[-1].get("step")
+  if HELD_OUT not in before and start:
+    before = {HELD_OUT: _from_row(start[0])} | before
+  return Scores(before, after, _forced(evaluation), step if is_number(step) else None)
 
 
-def forced(evaluation: Mapping[str, Any]) -> dict[str, Sets]:
-  """Scores of the warm-started policy held to 0, 1, 2, ... searches, by that number."""
+def _forced(evaluation: Mapping[str, Any]) -> dict[str, Sets]:
   block = evaluation.get("warm_start_forced")
   block = block if isinstance(block, Mapping) else {}
-  return {str(count): sets_of(sets) for count, sets in sorted(block.items())}
+  return {str(count): sets_of(sets) for count, sets in sorted(block.items())[:20]}
 
 
 def sets_of(block: Any) -> Sets:
@@ -48,7 +60,7 @@ def sets_of(block: Any) -> Sets:
   return {
     str(name): dict(score)
     for name, score in sets.items()
-    if isinstance(score, Mapping) and isinstance(score.get("exact_match"), (int, float))
+    if isinstance(score, Mapping) and is_number(score.get("exact_match"))
   }
 
 
@@ -60,75 +72,75 @@ def value(
     by_hops = score.get("by_hops")
     score = by_hops.get(hops) if isinstance(by_hops, Mapping) else None
   found = score.get(key) if isinstance(score, Mapping) else None
-  return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+  return found if is_number(found) else None
 
 
-def best_forced(forced_sets: Mapping[str, Sets], name: str = HELD_OUT) -> tuple[str, float] | None:
+def best_forced(scores: Scores, name: str = HELD_OUT) -> tuple[str, float] | None:
   """(number, exact match) of the fixed number of searches that does best, None if none was run."""
-  known = {count: value(sets.get(name)) for count, sets in forced_sets.items()}
+  known = {count: value(sets.get(name)) for count, sets in scores.forced.items()}
   known = {count: score for count, score in known.items() if score is not None}
   return max(known.items(), key=lambda item: item[1]) if known else None
 
 
-def percent(number: float | None) -> str:
-  return "–" if number is None else f"{100 * number:.1f}"
+def table(scores: Scores, before: str = "warm start", after: str = "trained") -> dict[str, Any]:
+  """{"head": [text], "rows": [{"label", "is_set", "cells": [{"text", "share", "best"}]}]}: exact
+  match x 100 by set and hops, columns only for what was measured; no rows for no set at all.
 
-
-def table(before: Sets, after: Sets, forced_sets: Mapping[str, Sets]) -> str:
-  """Exact match x 100 by set and hops, columns only for what was measured; nothing for no set at
-  all."""
-  names = sorted(after | before, key=lambda name: (name != HELD_OUT, name != SECOND, name))
-  if not names:
-    return ""
-  searches = any(value(s, "searches_mean") is not None for s in (before | after).values())
-  f1 = any(value(s, "f1") is not None for s in after.values())
-  counted = any(value(s, "count") is not None for s in (before | after).values())
+  before, after: what the two columns are called.
+  """
+  every = scores.before | scores.after
+  names = sorted(every, key=lambda name: (name != HELD_OUT, name != SECOND, name))
+  has = lambda key, sets: any(value(score, key) is not None for score in sets.values())
+  shown = {
+    "before": bool(scores.before),
+    "after": bool(scores.after),
+    "gain": bool(scores.before and scores.after),
+    "f1": has("f1", scores.after),
+    "searches": has("searches_mean", every),
+    "number": has("count", every),
+  }
   # What a phone shows without scrolling comes first.
-  head = ["questions"] + ["warm start"] * bool(before) + ["trained"] + ["gain"] * bool(before)
-  head += [f"forced to {count}" for count in forced_sets]
-  head += ["F1"] * f1 + ["searches"] * searches + ["number"] * counted
-  body = []
+  head = ["questions"] + [before] * shown["before"] + [after] * shown["after"]
+  head += ["gain"] * shown["gain"] + [f"forced to {count}" for count in scores.forced]
+  head += ["F1"] * shown["f1"] + ["searches"] * shown["searches"] + ["number"] * shown["number"]
+  rows = []
   for name in names:
-    hops = sorted({h for sets in (before, after) for h in _hops(sets.get(name))})
-    for hop in [None] + hops:
-      label = visible(title(name)) if hop is None else f"{visible(hop)} hop{'s' * (hop != '1')}"
-      fixed = [sets.get(name) for sets in forced_sets.values()]
-      cells = _cells(
-        before.get(name), after.get(name), fixed, hop, bool(before), f1, searches, counted
-      )
-      body.append(f'<tr class="{"set" if hop is None else "hop"}"><th>{label}</th>{cells}</tr>')
-  head = "".join(f"<th>{visible(name)}</th>" for name in head)
-  return (
-    f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-    f"<tbody>{''.join(body)}</tbody></table></div>"
-  )
+    hops = {hop: None for sets in (scores.before, scores.after) for hop in _hops(sets.get(name))}
+    for hop in [None, *sorted(hops)]:
+      label = title(name) if hop is None else f"{cut(hop, 20)} hop{'s' * (hop != '1')}"
+      cells = _cells(scores, name, hop, shown)
+      rows.append({"label": label, "is_set": hop is None, "cells": cells})
+  return {"head": head, "rows": rows[:_MOST_ROWS]}
 
 
 def title(name: str) -> str:
-  return name.replace("_", " ").capitalize()
+  return cut(name, 80).replace("_", " ").capitalize()
 
 
-def _cells(before, after, forced_scores, hop, with_before, f1, searches, counted) -> str:
+def _cells(scores: Scores, name: str, hop: str | None, shown: Mapping[str, bool]) -> list[dict]:
+  before, after = scores.before.get(name), scores.after.get(name)
   first, last = value(before, hops=hop), value(after, hops=hop)
   count = value(after, "count", hop) or value(before, "count", hop)
-  fixed = [value(score, hops=hop) for score in forced_scores]
-  best = max((score for score in fixed if score is not None), default=None)
-  share = 100 * min(1.0, max(0.0, last or 0.0))
-  gain = None if first is None or last is None else 100 * (last - first)
-  cells = [f"<td>{percent(first)}</td>"] * with_before
-  cells.append(f'<td class="trained" style="--share:{share:.1f}%">{percent(last)}</td>')
-  cells += [f"<td>{'–' if gain is None else f'{gain:+.1f}'}</td>"] * with_before
+  fixed_counts = [value(sets.get(name), hops=hop) for sets in scores.forced.values()]
+  known = [score for score in fixed_counts if score is not None]
+  best = max(known) if known and max(known) > min(known) else None
+  gain = None if first is None or last is None else last - first
+  cells = [_cell(percent(first))] * shown["before"]
+  cells += [_cell(percent(last), share=100 * min(1.0, max(0.0, last or 0.0)))] * shown["after"]
+  cells += [_cell(percent(gain, signed=True))] * shown["gain"]
   cells += [
-    "<td>–</td>" if score is None else f"<td{' class=best' * (score == best)}>{percent(score)}</td>"
-    for score in fixed
+    _cell(percent(score), best=score is not None and score == best) for score in fixed_counts
   ]
-  cells += [f"<td>{percent(value(after, 'f1', hop))}</td>"] * f1
-  if searches:
-    counts = [value(before, "searches_mean", hop), value(after, "searches_mean", hop)]
-    shown = " → ".join(f"{count:.2f}" for count in counts if count is not None)
-    cells.append(f"<td>{shown or '–'}</td>")
-  cells += [f"<td>{count:,.0f}</td>" if count else "<td>–</td>"] * counted
-  return "".join(cells)
+  cells += [_cell(percent(value(after, "f1", hop)))] * shown["f1"]
+  if shown["searches"]:
+    means = [value(one, "searches_mean", hop) for one in (before, after)]
+    cells.append(_cell(" → ".join(fixed(mean, 2) for mean in means if mean is not None) or "–"))
+  cells += [_cell(f"{count:,.0f}" if count else "–")] * shown["number"]
+  return cells
+
+
+def _cell(text: str, share: float | None = None, best: bool = False) -> dict[str, Any]:
+  return {"text": text, "share": None if share is None else round(share, 1), "best": best}
 
 
 def _hops(score: Mapping[str, Any] | None) -> list[str]:
@@ -141,9 +153,9 @@ def _from_row(row: Mapping[str, Any]) -> Score:
   hops = {
     key.rpartition("_")[2]: {"exact_match": number}
     for key, number in row.items()
-    if re.fullmatch(r"eval/exact_match_hops_\d+", key) and isinstance(number, (int, float))
+    if re.fullmatch(r"eval/exact_match_hops_\d+", key) and is_number(number)
   }
   searches = row.get("eval/searches_mean")
   return {"exact_match": row["eval/exact_match"], "by_hops": hops} | (
-    {"searches_mean": searches} if isinstance(searches, (int, float)) else {}
+    {"searches_mean": searches} if is_number(searches) else {}
   )

@@ -1,147 +1,208 @@
-"""A rollout of trajectories/step_NNNNNN.jsonl as HTML for people. Every text is hostile until
-escaped."""
+"""A rollout of trajectories/step_NNNNNN.jsonl as a page shows it: facts, segments, calls of tools.
+
+Records are read leniently, and every length is bounded: a page with answers of megabytes stays
+small.
+"""
 
 from collections.abc import Mapping, Sequence
-import html
 import re
 from typing import Any
-import unicodedata
 
-STYLE = """
-.roll{border:1px solid var(--grid);border-radius:12px;background:var(--card);margin:10px 0;overflow:hidden}
-.roll>summary{cursor:pointer;padding:12px 14px;list-style-position:inside}
-.roll>summary b{font-weight:600}.roll .body{padding:0 14px 12px}
-.chips{display:flex;flex-wrap:wrap;gap:6px;margin-top:6px}
-.chip{font-size:12px;padding:1px 8px;border-radius:9px;background:var(--grid);color:var(--ink)}
-.chip.good{background:var(--c2);color:var(--card)}.chip.bad{background:var(--c4);color:var(--card)}
-.seg{border-left:3px solid var(--grid);padding:4px 0 4px 10px;margin:8px 0;font-size:13.5px}
-.seg.policy{border-color:var(--c0)}.seg.observation{border-color:var(--c2)}
-.seg>small,.seg>summary{color:var(--soft);font-size:12px;display:block}.seg>summary{cursor:pointer;
-display:list-item;margin-left:16px}
-.text{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate}
-.tag{color:var(--soft);font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px}
-.tag.search{color:var(--c1)}.tag.answer{color:var(--c2)}.tag.think{color:var(--c3)}
-.query{background:color-mix(in srgb,var(--c1) 18%,transparent);border-radius:4px;padding:0 3px}
-.reply{background:color-mix(in srgb,var(--c2) 22%,transparent);border-radius:4px;padding:0 3px;
-font-weight:600}
-.hidden{color:var(--c4);font-size:11px;border:1px solid;border-radius:3px;padding:0 2px}
-"""
-_TAGS = "think|search|answer|information|tool_call|tool_response|refine|documents|result"
-_TAG = re.compile(rf"&lt;(/?)({_TAGS})&gt;")
-_INSIDE = re.compile(r"(&lt;(search|tool_call|answer)&gt;)(.*?)(?=&lt;/\2&gt;|\Z)", re.DOTALL)
+from markupsafe import Markup
+
+from stratified.reports.text import counted, cut, fixed, visible
+from stratified.runs.workdir import is_number
+
+Record = Mapping[str, Any]
+
+_TAGS = ("think", "search", "answer", "information", "tool_call", "tool_response", "refine")
+_TAGS += ("documents", "result", "calculator", "box")
+_CALLS = ("search", "tool_call", "calculator")
+_TAG = re.compile(rf"&lt;(/?)({'|'.join(_TAGS)})&gt;")
+_INSIDE = re.compile(rf"(&lt;({'|'.join(_CALLS)}|answer)&gt;)(.*?)(?=&lt;/\2&gt;|\Z)", re.DOTALL)
 _TITLE = re.compile(r"Doc \d+\(Title: (.{1,100}?)\)(?=\s|$)")
-_LONGEST = 20_000  # characters shown of one segment
+# What is shown of a rollout: characters of all its segments together, segments, calls of a turn,
+# results of a call.
+_MOST_TEXT, _MOST_SEGMENTS, _MOST_CALLS, _MOST_RESULTS = 20_000, 40, 8, 5
+_LEAST_TEXT = 100  # characters of a segment that are shown also when all room is taken
 _SHORT = 240  # an observation up to here is shown open
 
 
-def visible(text: Any) -> str:
-  """Escaped text in which characters that hide or reorder others are shown by their code.
-
-  Directional overrides can make a passage read as something else, and reach beyond it.
-  """
-  return "".join(
-    f'<span class="hidden">U+{ord(c):04X}</span>'
-    if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp", "Co")
-    and c not in "\n\t\u200c\u200d"
-    else html.escape(c, quote=True)
-    for c in str(text).replace("\r\n", "\n")
-  )
-
-
-def choose(records: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def choose(records: Sequence[Record], count: int) -> list[Record]:
   """At most `count` rollouts that differ in stratum and success, the first of each kind, strata in
   order."""
   kinds = {}
   for record in records:
-    kind = (
-      record.get("fault") is not None,
-      str(record.get("stratum")),
-      _number(record, "reward") > 0,
-    )
+    kind = (record.get("fault") is not None, str(record.get("stratum")), succeeded(record))
     kinds.setdefault(kind, record)
   wins = [kinds[key] for key in sorted(kinds) if key[2]]
   losses = [kinds[key] for key in sorted(kinds) if not key[2]]
-  turns = [record for pair in zip(wins, losses) for record in pair]
-  rest = [record for record in wins + losses if not any(record is taken for taken in turns)]
-  chosen = (turns + rest)[:count]
-  return sorted(chosen, key=lambda record: (str(record.get("stratum")), -_number(record, "reward")))
+  pairs = [record for pair in zip(wins, losses) for record in pair]
+  rest = [record for record in wins + losses if not any(record is taken for taken in pairs)]
+  order = lambda record: (str(record.get("stratum")), -_reward(record))
+  return sorted((pairs + rest)[:count], key=order)
 
 
-def render(record: Mapping[str, Any], is_open: bool = False) -> str:
-  """One rollout as a <details> element: question and numbers outside, the transcript inside."""
+def view(record: Record) -> dict[str, Any]:
+  """What the template `rollout` shows: question, answer, golden, right, chips, segments,
+  left_out."""
   golden = record.get("golden_answers")
-  golden = ", ".join(map(str, golden)) if isinstance(golden, list) else str(golden or "–")
-  answer = record.get("answer")
-  facts = "".join(
-    [
-      _chip(
-        f"reward {_short(record.get('reward'))}", "good" if _number(record, "reward") > 0 else "bad"
-      ),
-      _chip(f"advantage {_short(record.get('advantage'), signed=True)}"),
-      _chip(f"stratum {_short(record.get('stratum'))}"),
-      _chip(_count(record.get("searches"), "search", "searches")),
-      _chip(_count(record.get("hops"), "hop", "hops")) if record.get("hops") is not None else "",
-      _chip(f"fault: {record['fault']}", "bad") if record.get("fault") else "",
-      _chip(f"stopped by {record['stop']}")
-      if record.get("stop") not in (None, "answer", "fault")
-      else "",
+  golden = ", ".join(map(cut, golden[:20])) if isinstance(golden, list) else golden
+  segments, left_out = _segments(record)
+  return {
+    "question": record.get("question"),
+    "answer": record.get("answer"),
+    "golden": "–" if golden is None else golden,
+    "right": succeeded(record),
+    "chips": _chips(record),
+    "segments": segments,
+    "left_out": left_out,
+  }
+
+
+def calls_by_tool(record: Record) -> dict[str, int]:
+  """{tool: number of calls}; of records before there were other tools the searches."""
+  known = record.get("calls")
+  if not isinstance(known, Mapping):
+    known = {"search": record.get("searches")}
+  return {str(tool): count for tool, count in known.items() if is_number(count)}
+
+
+def told_calls(record: Record) -> str:
+  """`search 2, calculator 1`, or `none`."""
+  made = [(tool, count) for tool, count in calls_by_tool(record).items() if count]
+  return ", ".join(f"{cut(tool, 40)} {count:g}" for tool, count in made[:_MOST_CALLS]) or "none"
+
+
+def calls_of(turn: Any) -> list[dict[str, Any]]:
+  """A turn's calls, each {tool, argument, outcome, results}, also of the older form `searches`."""
+  if not isinstance(turn, Mapping):
+    return []
+  calls = turn.get("calls")
+  if not isinstance(calls, list):
+    searches = turn.get("searches")
+    calls = [
+      {
+        "tool": "search",
+        "argument": one.get("query"),
+        "outcome": one.get("outcome"),
+        "results": one.get("passage_ids"),
+      }
+      for one in (searches if isinstance(searches, list) else [])
+      if isinstance(one, Mapping)
     ]
-  )
-  said = "no answer" if answer is None else f'answered <b class="text">{visible(answer)}</b>'
+  return [
+    {
+      "tool": call.get("tool", "a tool"),
+      "argument": call.get("argument"),
+      "outcome": call.get("outcome"),
+      "results": call["results"] if isinstance(call.get("results"), list) else [],
+    }
+    for call in calls
+    if isinstance(call, Mapping)
+  ]
+
+
+def succeeded(record: Record) -> bool:
+  return _reward(record) > 0
+
+
+def short(value: Any, signed: bool = False) -> str:
+  """A record's number as it stands on a chip."""
+  if is_number(value) and isinstance(value, float):
+    return fixed(value, 2, True) if signed else f"{value:.3g}"
+  odd = value is None or isinstance(value, float)  # not finite
+  return "–" if odd else cut(value, 40)
+
+
+def _chips(record: Record) -> list[tuple[str, str]]:
+  """(text, kind) of the facts around a rollout; kind is good, bad or nothing."""
+  chips = [
+    (f"reward {short(record.get('reward'))}", "good" if succeeded(record) else "bad"),
+    (f"advantage {short(record.get('advantage'), signed=True)}", ""),
+    (f"stratum {short(record.get('stratum'))}", ""),
+    (f"calls: {told_calls(record)}", ""),
+  ]
+  if record.get("hops") is not None:
+    chips.append((counted(record["hops"], "hop", "hops"), ""))
+  if record.get("fault"):
+    chips.append((f"fault: {cut(record['fault'], 300)}", "bad"))
+  if record.get("stop") not in (None, "answer", "fault"):
+    chips.append((f"stopped by {cut(record['stop'], 40)}", ""))
+  return chips
+
+
+def _segments(record: Record) -> tuple[list[dict[str, Any]], int]:
+  """(what is shown of the segments, how many are left out). The i-th policy segment is the i-th
+  turn."""
   segments = record.get("segments")
   segments = segments if isinstance(segments, list) else []
-  body = "".join(_segment(segment) for segment in segments if isinstance(segment, Mapping))
-  correct = f'<span class="text">{visible(golden)}</span>'
-  return (
-    f'<details class="roll"{" open" if is_open else ""}><summary>'
-    f'<b class="text">{visible(record.get("question"))}</b>'
-    f'<div class="chips">{facts}</div><div class="said">{said} · correct: {correct}</div></summary>'
-    f'<div class="body">{body or "<p>no segments recorded</p>"}</div></details>'
-  )
+  segments = [segment for segment in segments if isinstance(segment, Mapping)]
+  turns = record.get("turns")
+  turns = iter(turns if isinstance(turns, list) else ())
+  room, shown, calls = _MOST_TEXT, [], []
+  for segment in segments[:_MOST_SEGMENTS]:
+    text = str(segment.get("text", "")).strip("\n")
+    origin = segment.get("origin")
+    if origin == "policy":
+      calls = calls_of(next(turns, None))
+    most = _MOST_CALLS if room > _LEAST_TEXT else 1
+    made = {
+      "origin": origin if origin in ("policy", "prompt") else "observation",
+      "size": f"{segment['tokens']} tokens" if is_number(segment.get("tokens")) else "",
+      "text": highlighted(visible(text, room), origin == "policy", succeeded(record)),
+      "calls": [_call(call, room) for call in calls[:most]] if origin == "policy" else [],
+      "summary": "",
+      "is_open": False,
+    }
+    if made["origin"] == "observation":
+      made |= _observation(text, calls)
+    room = max(_LEAST_TEXT, room - len(text) - sum(map(_size, made["calls"])))
+    shown.append(made)
+  return shown, len(segments) - len(shown)
 
 
-def _segment(segment: Mapping[str, Any]) -> str:
-  text = str(segment.get("text", "")).strip("\n")
-  origin = segment.get("origin")
-  size = f"{segment['tokens']} tokens" if isinstance(segment.get("tokens"), int) else ""
-  more = f"\n… {len(text) - _LONGEST:,} more characters" if len(text) > _LONGEST else ""
-  shown = (
-    f'<div class="text">{_highlight(visible(text[:_LONGEST] + more), origin == "policy")}</div>'
-  )
-  if origin == "policy":
-    return f'<div class="seg policy"><small>policy · {size}</small>{shown}</div>'
-  if origin == "prompt":
-    return f'<details class="seg"><summary>prompt · {size}</summary>{shown}</details>'
-  titles = [title.strip(" \"'") for title in _TITLE.findall(text)]
-  summary = "observation"
+def _observation(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """How an observation is summed up while it is closed: the tools that it is from, its passages."""
+  titles = [title.strip(" \"'") for title in _TITLE.findall(text[:_MOST_TEXT])[:8]]
+  tools = ", ".join(dict.fromkeys(cut(call["tool"], 40) for call in calls[:_MOST_CALLS]))
+  what = f"from {tools}" if tools else "observation"
   if titles:
-    summary = f"{_count(len(titles), 'passage', 'passages')}: {visible(' · '.join(titles))}"
-  is_open = " open" if len(text) <= _SHORT and not titles else ""
-  return f'<details class="seg observation"{is_open}><summary>{summary} · {size}</summary>{shown}</details>'
+    what += f" · {counted(len(titles), 'passage', 'passages')}: {' · '.join(titles)}"
+  return {"summary": what, "is_open": len(text) <= _SHORT and not titles}
 
 
-def _highlight(escaped: str, by_policy: bool) -> str:
-  """Marks tags, and the policy's queries and answers, in text that is escaped already."""
-  css = {"search": "query", "tool_call": "query", "answer": "reply"}
+def _size(call: Mapping[str, str]) -> int:
+  return sum(map(len, call.values()))
+
+
+def _call(call: Mapping[str, Any], room: int) -> dict[str, str]:
+  results, most = call["results"], min(300, room)
+  told = cut(", ".join(cut(result, 120) for result in results[:_MOST_RESULTS]), most)
+  told += f" and {len(results) - _MOST_RESULTS} more" * (len(results) > _MOST_RESULTS)
+  return {
+    "tool": cut(call["tool"], 40),
+    "argument": cut("–" if call["argument"] is None else call["argument"], most),
+    "outcome": cut(call["outcome"] or "", 40),
+    "results": told,
+  }
+
+
+def highlighted(escaped: Markup, by_policy: bool, right: bool) -> Markup:
+  """Marks tags, and the policy's calls and answers, in text that is escaped already."""
+  span = Markup('<span class="{}">{}</span>').format
+  answer = "reply right" if right else "reply wrong"
+
+  def mark(found: re.Match) -> str:
+    kind = answer if found[2] == "answer" else "query"
+    return Markup(found[1]) + span(kind, Markup(found[3]))
+
+  text = str(escaped)
   if by_policy:
-    escaped = _INSIDE.sub(lambda m: f'{m[1]}<span class="{css[m[2]]}">{m[3]}</span>', escaped)
-  return _TAG.sub(lambda m: f'<span class="tag {m[2]}">&lt;{m[1]}{m[2]}&gt;</span>', escaped)
+    text = _INSIDE.sub(mark, text)
+  return Markup(_TAG.sub(lambda found: span(f"tag {found[2]}", Markup(found[0])), text))
 
 
-def _chip(text: str, kind: str = "") -> str:
-  return f'<span class="chip {kind}">{visible(text)}</span>'
-
-
-def _count(value: Any, one: str, many: str) -> str:
-  return f"{'–' if value is None else value} {one if value == 1 else many}"
-
-
-def _number(record: Mapping[str, Any], key: str) -> float:
-  value = record.get(key)
-  return value if isinstance(value, (int, float)) else 0.0
-
-
-def _short(value: Any, signed: bool = False) -> str:
-  if isinstance(value, float):
-    return f"{value:+.2f}" if signed else f"{value:.3g}"
-  return "–" if value is None else str(value)
+def _reward(record: Record) -> float:
+  value = record.get("reward")
+  return value if is_number(value) else 0.0

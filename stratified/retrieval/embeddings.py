@@ -14,6 +14,7 @@ import pathlib
 
 import numpy as np
 
+from stratified import files
 from stratified.progress import Progress
 from stratified.retrieval import manifest as manifests
 from stratified.retrieval.corpus import Passage
@@ -154,4 +155,4 @@ def _todo(directory, count, dimension, size, part) -> Iterator[tuple[int, range]
 def _save_shard(path: pathlib.Path, values: np.ndarray) -> None:
   partial = path.with_name(f".{path.name}.partial.npy")
   np.save(partial, values, allow_pickle=False)
-  os.replace(partial, path)
+  files.settle(partial, path)

@@ -20,6 +20,7 @@ logging.getLogger("faiss").setLevel(logging.WARNING)
 import faiss  # noqa: E402
 import numpy as np
 
+from stratified import files
 from stratified.progress import Progress
 from stratified.retrieval import manifest as manifests
 from stratified.retrieval import memory
@@ -175,7 +176,7 @@ def _save(index, path: pathlib.Path) -> None:
   aside = path.with_name(f".{path.name}.aside")
   try:
     faiss.write_index(index, str(aside))
-    os.replace(aside, path)
+    files.settle(aside, path)
   except RuntimeError as error:
     raise OSError(
       f"{path} could not be written ({_first_line(error)}); is the disk full?"

@@ -8,10 +8,11 @@ that of the passage store (count, digest, bytes, SHA-256). An index of other vec
 query's gives answers that look right and are not.
 """
 
-import json
 import os
 import pathlib
 from typing import Any
+
+from stratified import files
 
 FORMAT = 1
 # What must agree between the encoder of the passages and that of the queries; and for vectors of
@@ -22,12 +23,7 @@ _VECTORS = (*_SPACE, "max_length", "dtype")
 
 def write(path: str | os.PathLike, value: dict[str, Any]) -> None:
   """Writes a manifest so that it is whole or absent."""
-  path = pathlib.Path(path)
-  partial = path.with_name(f".{path.name}.partial")
-  partial.write_text(
-    json.dumps({"format": FORMAT, **value}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-  )
-  os.replace(partial, path)
+  files.write_json(path, {"format": FORMAT, **value}, ensure_ascii=False)
 
 
 def read(path: str | os.PathLike) -> dict[str, Any]:
@@ -41,7 +37,7 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
       f"{path} does not exist; build the index with experiments/build_index.py, or name its folder."
     )
   try:
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = files.parse(path.read_text(encoding="utf-8"))
     format_, found = (
       value["format"],
       {name: type(value[name]) for name in ("encoder", "corpus", "count", "dimension")},

@@ -3,14 +3,13 @@ about."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import json
 import os
 import pathlib
 import socket
 from urllib.parse import urlsplit
 
+from stratified import files
 from stratified.config import read, setting, Settings, without_password
-from stratified.files import read_object, write_atomic
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.cache import Cached
 from stratified.retrieval.client import HttpRetriever, HttpSettings
@@ -166,9 +165,9 @@ def check_same(workdir: pathlib.Path, retriever) -> None:
   Raises ValueError, naming what differs.
   """
   path, manifest = workdir / "retriever.json", getattr(retriever, "manifest", {})
-  now = json.loads(json.dumps(manifest))
+  now = files.plain(manifest)
   if path.exists():
-    before = read_object(path)
+    before = files.read_object(path)
     differ = [
       f"{key}: {before.get(key)} in the workdir, {now.get(key)} now"
       for key in sorted(before | now)
@@ -180,4 +179,4 @@ def check_same(workdir: pathlib.Path, retriever) -> None:
         f"({'; '.join(differ)}); "
         "use the index of the start, or a new --workdir"
       )
-  write_atomic(path, json.dumps(now, indent=2, sort_keys=True) + "\n")
+  files.write_json(path, now, sort_keys=True)

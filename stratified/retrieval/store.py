@@ -18,6 +18,7 @@ import zlib
 
 import numpy as np
 
+from stratified import files
 from stratified.progress import Progress
 from stratified.retrieval.corpus import (
   corpus_digest,
@@ -203,7 +204,7 @@ def _save_offsets(path: pathlib.Path, sample: str, digest: str, offsets: np.ndar
   partial = path.with_name(f".{path.name}.partial.npy")
   header = np.frombuffer(bytes.fromhex(sample + digest), np.uint64)  # four numbers and one
   np.save(partial, np.concatenate([header, offsets]), allow_pickle=False)
-  os.replace(partial, path)
+  files.settle(partial, path)
 
 
 def _load_offsets(

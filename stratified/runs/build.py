@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 
-from stratified import advantages, files, sharding, strata
+from stratified import algorithms, files, sharding, strata
 from stratified import config as configs
-from stratified.advantages import choose
 from stratified.agents import agent
+from stratified.algorithms import AlgorithmSettings
+from stratified.algorithms.base import Algorithm, Stage
+from stratified.algorithms.supervised import Supervised
 from stratified.config import read
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
@@ -29,23 +31,36 @@ from stratified.tools.search import Search
 
 
 @dataclasses.dataclass(frozen=True)
+class StageParts:
+  """What a stage trains with: its optimizer, the shapes of its batches, its jitted update."""
+
+  stage: Stage
+  optimizer: Any
+  packing: batching.Packing
+  learn: update.OnMesh
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
   """The parts of a run.
 
-  learn: the jitted update. warm_optimizer: None without a warm start. world: the task, None where
-  the run was built without one. reward: what a rollout is worth, see rewards.Reward.
+  stages: in their order, the warm start first where there is one. task: None where the run was
+  built without one. reward: what a rollout is worth, see rewards.Reward.
   """
 
   config: Any
   mesh: jax.sharding.Mesh
   model: decoder.DecoderConfig
   partition: strata.Partition
-  optimizer: Any
-  warm_optimizer: Any
-  packing: batching.Packing
-  learn: Any
-  world: base.Task | None
+  algorithm: Algorithm
+  stages: tuple[StageParts, ...]
+  task: base.Task | None = None
   reward: Any = None
+
+  @property
+  def last(self) -> StageParts:
+    """The stage that the run ends with: whose state its checkpoints hold."""
+    return self.stages[-1]
 
   @property
   def workdir_config(self) -> dict:
@@ -53,12 +68,12 @@ class Run:
     return json.loads(self.config.to_json())
 
 
-def build(config, *, world: bool = True) -> Run:
+def build(config, *, task: bool = True) -> Run:
   """Validates a config and makes its parts.
 
   Args:
     config: a ConfigDict with the fields of `settings.default_config()`.
-    world: whether to read the data and to open the retriever as well.
+    task: whether to read the data and to open the tools as well.
 
   Raises:
     ValueError, OSError: one sentence naming field, value, rule and way out; what is missing here is
@@ -70,11 +85,14 @@ def build(config, *, world: bool = True) -> Run:
   check_warm_start(config)
   check_devices(config)
   run = assemble(config, mesh_of(config), model_config(config))
-  if not world:
+  if not task:
     return run
-  task = open_world(config)
+  opened = open_task(config)
   return dataclasses.replace(
-    run, world=task, reward=named.reward(config, task), partition=partition(config, task.tool_names)
+    run,
+    task=opened,
+    reward=named.reward(config, opened),
+    partition=partition(config, opened.tool_names),
   )
 
 
@@ -83,18 +101,9 @@ def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
   not fit each other or the mesh."""
   check_split(config, mesh, model)
   check_adapter(config, model)
-  chain, assign = optimizer(config), partition(config)
-  return Run(
-    config,
-    mesh,
-    model,
-    assign,
-    chain,
-    optimizer(config, warm_start=True) if config.warm_start.num_steps else None,
-    packing(config, mesh),
-    reinforcement_update(config, mesh, model, chain, assign.num_strata),
-    world=None,
-  )
+  assign = partition(config)
+  method = algorithm(config, assign.num_strata)
+  return Run(config, mesh, model, assign, method, stages(config, mesh, model, method))
 
 
 ###  Parts  ###
@@ -174,7 +183,8 @@ def optimizer(config, *, warm_start: bool = False):
   return optimizers.make(
     name=o.name,
     learning_rate=o.learning_rate,
-    warmup_steps=o.warmup_steps,
+    # A step of the config is a rollout batch; the schedule counts updates.
+    warmup_steps=o.warmup_steps * config.update.epochs * config.update.mini_batches,
     weight_decay=o.weight_decay,
     clip_norm=o.clip_norm,
     b1=o.b1,
@@ -187,15 +197,7 @@ def partition(config, tools=None) -> strata.Partition:
   return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed, tools=tools)
 
 
-def advantage_options(config) -> dict[str, Any]:
-  return {
-    name: value
-    for name, value in config.advantage.to_dict().items()
-    if name != "name" and value is not None
-  }
-
-
-def packing(config, mesh, count: int | None = None) -> batching.Packing:
+def packing(config, mesh, count: int | None = None, mini_batches: int = 1) -> batching.Packing:
   """The shapes of a step's batch: of `count` rollouts, or of as many as a training step has."""
   shards = mesh.shape["data"] * mesh.shape["fsdp"]
   return batching.Packing.for_rollouts(
@@ -203,6 +205,7 @@ def packing(config, mesh, count: int | None = None) -> batching.Packing:
     length=config.packing.row_length,
     rows=config.packing.rows or shards,
     shards=shards,
+    mini_batches=mini_batches,
   )
 
 
@@ -211,60 +214,67 @@ def host_parts(config) -> tuple[str, ...]:
   return read(settings.MemorySettings, config).host_parts
 
 
-def reinforcement_update(config, mesh, model, optimizer_, num_strata: int):
-  """The jitted update of the config's algorithm."""
-  l = config.loss
-  return update.make_update(
-    mesh,
-    model,
-    optimizer_,
-    token_loss=update.policy_gradient(
-      clip_ratio=l.clip_ratio,
-      kl_coefficient=l.kl_coefficient,
-      kl_estimator=l.kl_estimator,
-      old_log_probs=l.old_log_probs,
-      importance_cap=l.importance_cap or None,
-      importance=l.importance,
-    ),
-    advantage=advantages.make(
-      config.advantage.name,
-      num_strata=num_strata,
-      samples_per_question=config.rollout.samples_per_question,
-      **advantage_options(config),
-    ),
+def algorithm(config, num_strata: int) -> Algorithm:
+  """The method of `algorithm.name` with its settings."""
+  facts = algorithms.Facts(
     num_strata=num_strata,
-    eps=config.advantage.eps,
-    aggregation=l.aggregation,
+    samples_per_question=config.rollout.samples_per_question,
     max_tokens=config.rollout.max_tokens,
-    temperature=config.rollout.temperature,
-    chunk=config.policy.logit_chunk or None,
-    adapter=adapter(config),
-    host=host_parts(config),
   )
+  read_settings = functools.partial(read, config=config)
+  return algorithms.make(read(AlgorithmSettings, config).name, read_settings, facts)
 
 
-def supervised_update(config, mesh, model, optimizer_):
-  return update.make_update(
-    mesh, model, optimizer_, token_loss=update.supervised, chunk=config.policy.logit_chunk or None
-  )
+def stages(config, mesh, model, method: Algorithm) -> tuple[StageParts, ...]:
+  """The parts of every stage: the warm start's, where there is one, and the method's own."""
+  make = functools.partial(update.make_update, mesh, model)
+  chunk, found = config.policy.logit_chunk or None, []
+  w = config.warm_start
+  if w.num_steps:
+    imitate = Stage("warm_start", "demonstrations", w.num_steps, Supervised(w.context_weight))
+    chain = optimizer(config, warm_start=True)
+    shapes = packing(config, mesh, w.demonstrations_per_step)
+    learn = make(chain, imitate.algorithm, chunk=chunk)
+    found.append(StageParts(imitate, chain, shapes, learn))
+  repeat = read(update.UpdateSettings, config)
+  shapes = packing(config, mesh, mini_batches=repeat.mini_batches)
+  for stage in method.stages(config.num_steps):
+    chain = optimizer(config)
+    learn = make(
+      chain,
+      stage.algorithm,
+      settings=repeat,
+      temperature=config.rollout.temperature,
+      chunk=chunk,
+      adapter=adapter(config),
+      host=host_parts(config),
+    )
+    found.append(StageParts(stage, chain, shapes, learn))
+  return tuple(found)
 
 
-def open_world(config) -> base.Task:
+def open_task(config) -> base.Task:
   """The task, data read and retriever open, its held-out questions drawn once.
 
   Raises ValueError or OSError for a task that can't be, and for limits that its protocol can't
   keep to.
   """
-  world = named.make(config)
-  tokenizer = world.tokenizer
+  task = named.make(config)
+  tokenizer = task.tokenizer
   agent.check(
     agent.Setting(
-      tokenizer.encode, tokenizer.decode, tokenizer.eos_id, world.protocol, world.limits, 0
+      tokenizer.encode, tokenizer.decode, tokenizer.eos_id, task.protocol, task.limits, 0
     )
   )
-  world = dataclasses.replace(world, held_out=functools.cache(world.held_out))
-  world.held_out(config.eval.questions)
-  return world
+  task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
+  task.held_out(config.eval.questions)
+  return task
+
+
+def enable_compilation_cache() -> None:
+  """Keeps compiled programs beside the project: a second run or a resumed one starts at once."""
+  jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(".cache/jax").absolute()))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 ###  What does not go together  ###
@@ -276,7 +286,8 @@ def check_settings(config) -> None:
   check_sizes(config)
   check_staleness(config)
   check_rows(config)
-  check_groups(config)
+  check_updates(config)
+  algorithm(config, partition(config).num_strata)
   base.limits(config)
   named.check(config)
   if config.retriever.name == "http":
@@ -320,16 +331,12 @@ def check_rows(config) -> None:
     )
 
 
-def check_groups(config) -> None:
-  """Refuses an estimator that its options or the size of a group leave nothing to work on."""
-  a, k = config.advantage, config.rollout.samples_per_question
-  advantages.validate(a.name, k, advantage_options(config))
-  relative = a.name in choose.GROUP and a.name != "reinforce"
-  if k == 1 and relative and a.over != "batch":
+def check_updates(config) -> None:
+  parts, questions = config.update.mini_batches, config.data.questions_per_step
+  if questions % parts:
     raise ValueError(
-      f"rollout.samples_per_question=1 leaves advantage.name={a.name!r} nothing to compare a "
-      "rollout with, so that every advantage is 0; sample at least 2, or choose one of reinforce, "
-      f"{', '.join(sorted(choose.BATCH))}"
+      f"update.mini_batches={parts} does not divide data.questions_per_step={questions}; choose a "
+      "divisor, so that every update sees as many questions"
     )
 
 
@@ -442,13 +449,18 @@ def _missing_files(config) -> list[str]:
   )
   found = _missing_model(config)
   for name in names:
-    if not search_qa.path_of(config.data[name]).exists():
+    try:
+      exists = search_qa.path_of(config.data[name]).exists()
+    except FileNotFoundError as error:  # STRATIFIED_DATA, or a name at all, is missing
+      found.append(f"{error}")
+      continue
+    if not exists:
       found.append(
         f"data.{name}={config.data[name]!r} does not exist; "
         f"name the file with --config.data.{name}=PATH or make it with "
         "python experiments/prepare_data.py --download=all --remove_duplicates"
       )
-  return found
+  return list(dict.fromkeys(found))
 
 
 def _missing_model(config) -> list[str]:

@@ -15,22 +15,27 @@ from typing import Any
 
 from absl import app, flags
 
-from stratified.config import suggestion
+from stratified.config import allowed, suggestion
 
 BAD_USAGE, INTERRUPTED = 2, 130
 
 
 def run(
-  main: Callable[[list[str]], Any], *, config: str | None = None, words: bool = False
+  main: Callable[[list[str]], Any],
+  *,
+  config: str | None = None,
+  fields_of: str | None = None,
+  words: bool = False,
 ) -> None:
   """Parses the command line, calls `main([program, word, ...])` and exits.
 
   config: the value of --config where it is not given, for a program that defines that flag with the
   default None: a config that was loaded while the flag is defined would report its mistakes as
-  tracebacks. words: whether the program takes anything beside flags.
+  tracebacks. fields_of: a config whose fields may be given without --config, for a program that reads
+  a workdir's; `named` then tells the two apart. words: whether the program takes anything beside flags.
   """
   try:
-    app.run(main, flags_parser=lambda argv: parse(_with_default(argv, config), words))
+    app.run(main, flags_parser=lambda argv: parse(_with_default(argv, config, fields_of), words))
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
@@ -56,7 +61,7 @@ def parse(argv: Sequence[str], words: bool = False) -> list[str]:
   try:
     rest = flags.FLAGS(list(argv))
     if "config" in flags.FLAGS:
-      flags.FLAGS["config"].value  # where a file does not exist, this is what raises
+      getattr(flags.FLAGS.config, "seed", None)  # where a file does not exist, this raises OSError
   except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
     refuse(f"{sentence(error, argv)} ({program} --help lists the flags)")
   if rest[1:] and not words:
@@ -81,9 +86,11 @@ def sentence(error: Exception, argv: Sequence[str]) -> str:
     return f"--config={file} names no config file that exists"
   if found := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", text):
     return f"--{found[1]} is missing: {flags.FLAGS[found[1]].help}"
-  if "Error whilst parsing config file" in text:
-    last = [line for line in text.splitlines() if line.strip()][-1]
-    return f"{text.split(':', 1)[0]}: {last}".replace("flag --config=", "--config=")
+  if found := re.match(r"flag (--config=\S+): Error whilst parsing config file", text):
+    said = [line for line in text.splitlines() if line.strip()][-1]
+    return f"{found[1]}: {re.sub(r'^[A-Za-z.]*Error: ', '', said)}"
+  if found := re.match(r"flag --config\.([\w.]+)=(.*?): ", text):
+    return _misfit(found[1], found[2])
   if found := re.match(r"Unknown command line flag '(.*?)'\.?(?: Did you mean: (.*?) \?)?", text):
     hint = f"; did you mean --{found[2].strip()}?" if found[2] else ""
     return f"--{found[1]} is no flag{hint}"
@@ -97,10 +104,25 @@ def _unknown_field(name: str, argv: Sequence[str]) -> str:
   given = [arg.split("=")[0].removeprefix("--") for arg in argv if arg.startswith("--config.")]
   typed = next((one for one in given if name in one.split(".")), f"config.{name}")
   typed = typed.removeprefix("config.")
-  near = suggestion(typed, settings.rules()).replace("did you mean ", "did you mean --config.")
-  return f"--config.{typed} is no field of a config{near}"
+  known = [f"--config.{field}" for field in settings.rules()]
+  return f"--config.{typed} is no field of a config{suggestion(f'--config.{typed}', known)}"
 
 
-def _with_default(argv: Sequence[str], config: str | None) -> list[str]:
-  given = any(re.match(r"--?config(=|$)", arg) for arg in argv)
-  return [*argv] if given or config is None else [argv[0], f"--config={config}", *argv[1:]]
+def _misfit(name: str, value: str) -> str:
+  """What is wrong with a value that is of another type than its field."""
+  from stratified.runs import settings
+
+  if name not in settings.rules():
+    return f"--config.{name}={value} is a section; give its fields, such as --config.{name}.x=1"
+  return f"--config.{name}={value} must be {allowed(settings.rules()[name])}"
+
+
+def named(argv: Sequence[str] | None = None) -> bool:
+  """Whether the command line itself gives --config."""
+  return any(re.match(r"--?config(=|$)", arg) for arg in argv or sys.argv)
+
+
+def _with_default(argv: Sequence[str], config: str | None, fields_of: str | None) -> list[str]:
+  fields = any(re.match(r"--?config\.", arg) for arg in argv)
+  default = config or (fields_of if fields else None)
+  return [*argv] if named(argv) or default is None else [argv[0], f"--config={default}", *argv[1:]]

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from stratified import losses
 from stratified.config import setting, Settings
 from stratified.policy import attention, decoder
 from stratified.rewards import RewardSettings
@@ -86,85 +85,6 @@ class OptimizerSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdvantageSettings(Settings):
-  """The estimator, and the options of single estimators; one not given is the estimator's own."""
-
-  SECTION = "advantage"
-  name: str = setting("blend", "the estimator", affects=["training"])
-  alpha: float = setting(
-    0.6,
-    "blend: from GRPO's (0) to the stratified estimator (1)",
-    low=0,
-    high=1,
-    affects=["training"],
-  )
-  eps: float = setting(1e-6, "added to standard deviations", low=0, affects=["training"])
-  ddof: int = setting(0, "standard deviations divide by n - ddof", low=0, affects=["training"])
-  alpha_end: float | None = setting(
-    None, "blend: alpha moves to this", low=0, high=1, affects=["training"]
-  )
-  alpha_steps: int | None = setting(
-    None, "blend: the steps in which alpha moves", low=1, affects=["training"]
-  )
-  kappa: float | None = setting(
-    None, "blend, shrunk, san: a stratum counts n / (n + kappa)", low=0, affects=["training"]
-  )
-  lam: float | None = setting(
-    None, "two_term: weight of the part between strata", affects=["training"]
-  )
-  over: str | None = setting(
-    None, "what statistics are over", choices=["question", "batch"], affects=["training"]
-  )
-  fallback: str | None = setting(
-    None, "san: what single rollouts get", choices=["zero", "gn", "shrink"], affects=["training"]
-  )
-  fallback_on: str | None = setting(
-    None, "san: where it falls back", choices=["singleton", "constant"], affects=["training"]
-  )
-  match_rms: str | None = setting(
-    None,
-    "scale advantages to GN's root mean square",
-    choices=["question", "batch"],
-    affects=["training"],
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class LossSettings(Settings):
-  """The clipped policy gradient and its KL."""
-
-  SECTION = "loss"
-  clip_ratio: float = setting(0.2, "how far the ratio may leave 1", low=0, affects=["training"])
-  kl_coefficient: float = setting(
-    0.001, "weight of the KL to the first policy", low=0, affects=["training"]
-  )
-  kl_estimator: str = setting(
-    "k3", "how the KL is estimated", choices=losses.KL_ESTIMATORS, affects=["training"]
-  )
-  aggregation: str = setting(
-    "token_mean",
-    "what tokens' losses are divided by",
-    choices=losses.AGGREGATIONS,
-    affects=["training"],
-  )
-  old_log_probs: str = setting(
-    "trainer",
-    "whose log-probs the ratio starts from",
-    choices=["trainer", "sampler"],
-    affects=["training"],
-  )
-  importance: str = setting(
-    "token",
-    "whose ratio importance_cap truncates",
-    choices=["token", "sequence"],
-    affects=["training"],
-  )
-  importance_cap: float = setting(
-    0.0, "truncated importance sampling of the sampler's gap; 0 is off", low=0, affects=["training"]
-  )
-
-
-@dataclasses.dataclass(frozen=True)
 class WarmStartSettings(Settings):
   """Supervised training on scripted demonstrations, before reinforcement learning."""
 
@@ -187,10 +107,8 @@ CLASSES = (
   PolicySettings,
   LoraSettings,
   OptimizerSettings,
-  AdvantageSettings,
   StrataSettings,
   RewardSettings,
-  LossSettings,
   WarmStartSettings,
   *named.SETTINGS,
 )

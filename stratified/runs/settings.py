@@ -4,13 +4,16 @@ import dataclasses
 import functools
 import pathlib
 
+from stratified import algorithms, files
 from stratified import config as configs
-from stratified import files
+from stratified.algorithms import AlgorithmSettings
 from stratified.config import setting, Settings
 from stratified.learner.batching import PackingSettings
+from stratified.learner.update import UpdateSettings
 from stratified.retrieval.client import HttpSettings
 from stratified.retrieval.retrievers import RetrieverSettings
 from stratified.runs import sections
+from stratified.runs import workdir as workdirs
 from stratified.runs.checkpoint import CheckpointSettings
 from stratified.runs.samplers import SamplerSettings
 from stratified.runs.writer import LoggingSettings
@@ -86,6 +89,9 @@ class EvalSettings(Settings):
 CLASSES = (
   RunSettings,
   *sections.CLASSES,
+  AlgorithmSettings,
+  *algorithms.SETTINGS,
+  UpdateSettings,
   RolloutSettings,
   SamplingSettings,
   SamplerSettings,
@@ -114,7 +120,10 @@ def read_workdir(workdir: pathlib.Path):
   Raises ValueError for a field that does not exist any more.
   """
   config, path = default_config(), workdir / "config.json"
-  for name, value in files.flatten(files.read_object(path)).items():
+  stored = workdirs.config_of(workdir)
+  if stored is None:
+    raise FileNotFoundError(f"{path} does not exist: {workdir} holds no run")
+  for name, value in files.flatten(stored).items():
     if name not in rules():
       raise ValueError(
         f"{path} has the field {name}, which this version does not know; use the version that "

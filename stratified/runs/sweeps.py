@@ -3,8 +3,6 @@ another."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import json
-import os
 import pathlib
 import shutil
 import signal
@@ -106,17 +104,14 @@ def share_warm_start(job: Job) -> pathlib.Path | None:
     if not whole or changed(donor.config, job.config, settings.not_in_warm_start()):
       continue
     job.workdir.mkdir(parents=True, exist_ok=True)
-    part = job.workdir / "warm_start.part"
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(checkpoint, part / "checkpoints" / str(steps))
-    events = donor.path / "tensorboard" / "warm_start"
-    if events.is_dir():
-      shutil.copytree(events, job.workdir / "tensorboard" / "warm_start", dirs_exist_ok=True)
     # The checkpoint comes last: rows of a warm start that has none are dropped by the run.
-    files.write_atomic(
-      job.workdir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
-    )
-    os.replace(part, job.workdir / "warm_start")
+    with files.replacing_folder(job.workdir / "warm_start") as part:
+      shutil.copytree(checkpoint, part / "checkpoints" / str(steps))
+      events = donor.path / "tensorboard" / "warm_start"
+      if events.is_dir():
+        shutil.copytree(events, job.workdir / "tensorboard" / "warm_start", dirs_exist_ok=True)
+      with files.replacing(job.workdir / "metrics.jsonl") as metrics:
+        metrics.write_bytes(b"".join(map(files.json_line, rows)))
     return donor.path
   return None
 

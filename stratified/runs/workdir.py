@@ -1,5 +1,14 @@
-"""Workdirs of finished and unfinished runs: how they are found, read, named, and grouped by what
-differs in them."""
+"""Reads workdirs: what a run's files hold, how runs are found, named, and grouped by what differs.
+
+    config.json                       the run's config
+    metrics.jsonl                     a row a step, and rows of evaluations and of the warm start
+    evaluation.json                   the newest scores by question set
+    trajectories/step_NNNNNN.jsonl    the rollouts of a step, one a line
+
+Other modules read these files through this one; beside it only what writes them (`writer`,
+`checkpoint`) opens them. `read` is lenient: what is missing or broken is empty and named in the
+notes. `config_of` and `evaluation_of` are strict.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
@@ -15,16 +24,20 @@ from stratified import files
 
 MAIN = "eval/exact_match"
 
+Row = Mapping[str, Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a workdir holds: its config with dotted keys, the rows of metrics.jsonl, and
-  evaluation.json."""
+  """What a workdir holds: its config with dotted keys, the rows of metrics.jsonl, evaluation.json,
+  the files of its rollouts by step, and whole sentences on what is missing or could not be read."""
 
   path: pathlib.Path
-  config: Mapping[str, Any]
-  rows: Sequence[Mapping[str, Any]]
-  evaluation: Mapping[str, Any]
+  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  rows: Sequence[Row] = ()
+  evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  trajectories: Mapping[int, pathlib.Path] = dataclasses.field(default_factory=dict)
+  notes: Sequence[str] = ()
 
   @property
   def seed(self) -> Any:
@@ -32,42 +45,83 @@ class Run:
 
   @property
   def planned(self) -> int | None:
-    return self.config.get("num_steps")
+    """The steps that the config asks for."""
+    steps = self.config.get("num_steps")
+    return steps if isinstance(steps, int) else None
+
+  @property
+  def steps(self) -> list[Row]:
+    """The rows of training steps."""
+    return [row for row in self.rows if "reward/mean" in row and isinstance(row.get("step"), int)]
 
   @property
   def last_step(self) -> int:
     """The newest training step, 0 before the first."""
-    return max((row["step"] for row in self.rows if "reward/mean" in row), default=0)
+    return max((row["step"] for row in self.steps), default=0)
+
+  @property
+  def trained(self) -> bool:
+    """Whether the last planned step is trained."""
+    return self.planned is not None and self.last_step >= self.planned
 
   @property
   def finished(self) -> bool:
     """Whether the last planned step is trained and evaluated."""
-    return (
-      self.planned is not None
-      and self.last_step >= self.planned
-      and evaluated(self, self.last_step)
-    )
+    return self.trained and evaluated(self, self.last_step)
+
+  def rollouts(self, step: int) -> list[Row]:
+    """The records of a step's rollouts, those lines that can be read."""
+    return files.read_rows(self.trajectories[step])[0] if step in self.trajectories else []
 
 
 def read(path: str | os.PathLike) -> Run:
-  """Reads a workdir leniently: what is missing or broken is empty."""
-  folder = pathlib.Path(path)
-  rows, _ = files.read_rows(folder / "metrics.jsonl")
-  rows = [row for row in rows if isinstance(row.get("step", row.get("warm_start/step")), int)]
-  return Run(
-    folder,
-    files.flatten(_object(folder / "config.json")),
-    rows,
-    _object(folder / "evaluation.json"),
-  )
+  """Reads a workdir leniently: what is missing or broken is empty, and a note."""
+  folder, notes = pathlib.Path(path), []
+  config = _object(folder / "config.json", notes)
+  notes += ["config.json is missing."] * (not (folder / "config.json").exists())
+  evaluation = _object(folder / "evaluation.json", notes)
+  rows, unreadable = files.read_rows(folder / "metrics.jsonl")
+  notes += [f"Lines of metrics.jsonl that could not be read: {unreadable}."] * bool(unreadable)
+  rows = [row for row in rows if _is_step(row.get("step", row.get("warm_start/step")))]
+  trajectories = {
+    int(name[1]): file
+    for file in sorted((folder / "trajectories").glob("*"))
+    if (name := re.fullmatch(r"step_(\d+)\.jsonl", file.name))
+  }
+  return Run(folder, config, rows, evaluation, trajectories, notes)
 
 
-def _object(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    value = json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError):
+def _is_step(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _object(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
+  """The file's object; of config.json with dotted keys."""
+  if not path.exists():
     return {}
-  return value if isinstance(value, dict) else {}
+  try:
+    value = files.parse_object(path.read_text(encoding="utf-8"))
+    if value is not None:
+      json.dumps(value)  # what is nested too deeply to be shown is not taken
+      return files.flatten(value) if path.name == "config.json" else value
+  except (OSError, ValueError, RecursionError):
+    pass
+  notes.append(f"{path.name} is no JSON object.")
+  return {}
+
+
+def config_of(path: str | os.PathLike) -> dict[str, Any] | None:
+  """The nested config of the run in a workdir, None where there is none. Raises ValueError, naming
+  the file, where it is damaged."""
+  file = pathlib.Path(path) / "config.json"
+  return files.read_object(file) if file.exists() else None
+
+
+def evaluation_of(path: str | os.PathLike) -> dict[str, Any]:
+  """What evaluation.json of a workdir holds, {} where there is none. Raises ValueError where it is
+  damaged."""
+  file = pathlib.Path(path) / "evaluation.json"
+  return files.read_object(file) if file.exists() else {}
 
 
 def find(arguments: Iterable[str]) -> tuple[list[tuple[str | None, pathlib.Path]], list[str]]:
@@ -115,6 +169,7 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
 
 
 def show(value: Any) -> str:
+  """A config's value as a person writes it."""
   return (
     f"{value:g}"
     if isinstance(value, float)
@@ -156,7 +211,7 @@ def grouped(runs: Sequence[tuple[str | None, Run]]) -> tuple[dict[str, list[Run]
     mixed = differing(members)
     if mixed:
       notes.append(f"{label} mixes runs that differ in {', '.join(mixed)}.")
-    seeds = [run.seed for run in members if run.seed is not None]
+    seeds = [json.dumps(run.seed) for run in members if run.seed is not None]
     if len(set(seeds)) < len(seeds):
       notes.append(
         f"{label} holds several runs of one seed; its interval takes them for independent."
@@ -171,7 +226,7 @@ def evaluated(run: Run, step: int) -> bool:
 def problem(run: Run, step: int | None) -> str | None:
   """Why the run has no end result, in a sentence; None if it has one. `step` None is each run's
   planned end."""
-  if not any("reward/mean" in row for row in run.rows):
+  if not run.steps:
     return f"{run.path} has no training step yet: it is left out."
   if step is not None:
     return (
@@ -189,4 +244,11 @@ def problem(run: Run, step: int | None) -> str | None:
 
 
 def is_number(value: Any) -> bool:
-  return isinstance(value, (int, float)) and not isinstance(value, bool)
+  """Whether a value can be drawn and averaged: an int or float, finite, no bool, below 1e300."""
+  return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def number(row: Row, key: str) -> float | None:
+  """A row's number, None where it has none."""
+  value = row.get(key)
+  return value if is_number(value) else None

@@ -8,26 +8,18 @@ and opening a workdir cuts everything back to the step that was restored.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import re
-import time
 from typing import Any
 
 import numpy as np
 
 from stratified import files
 from stratified.config import setting, Settings
-from stratified.imports import unavailable
+from stratified.runs import events
 from stratified.types import Trajectory
-
-with unavailable(
-  "torch"
-):  # tensorboardX loads torch where it finds it, a second and more of every start
-  from tensorboardX.event_file_writer import EventsWriter
-  from tensorboardX.proto import event_pb2, summary_pb2
 
 Row = dict[str, Any]
 
@@ -136,6 +128,7 @@ class Writer:
     warm_start_step: how much of the warm start was kept when `resume_step` is None; later
       warm-start rows are removed. A restored checkpoint keeps them all.
     active: False on every process but the first; nothing is read or written then.
+    backend: what takes the numbers of the rows beside metrics.jsonl, see events.Backend.
 
   Raises:
     ValueError: a line of metrics.jsonl other than the last is no JSON object.
@@ -148,10 +141,12 @@ class Writer:
     *,
     warm_start_step: int = 0,
     active: bool = True,
+    backend: Callable[[pathlib.Path, str, int | None], events.Backend] = events.TensorBoard,
   ):
     self._workdir = pathlib.Path(workdir)
     self._active = active
-    self._events: dict[str, EventsWriter] = {}
+    self._backend = backend
+    self._backends: dict[str, events.Backend] = {}
     self._purge = {
       "train": -1 if resume_step is None else resume_step,
       "warm_start": math.inf if resume_step is not None else warm_start_step,
@@ -193,23 +188,23 @@ class Writer:
           "back: open a new Writer with the restored step to repeat steps"
         )
       self._last_step = step
-    self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+    self._file.write(files.json_line(row))
     self._file.flush()
-    self._write_events(run, step, row)
+    self._write_curves(run, step, row)
 
   def write_trajectories(self, step: int, records: Iterable[Row]) -> None:
     """Writes trajectories/step_NNNNNN.jsonl, one `trajectory_record` a line, whole or not at
     all."""
     if self._active:
-      lines = [json.dumps(_finite(record), allow_nan=False) + "\n" for record in records]
-      files.write_atomic(trajectory_path(self._workdir, step), "".join(lines))
+      with files.replacing(trajectory_path(self._workdir, step)) as part:
+        part.write_bytes(b"".join(files.json_line(_finite(record)) for record in records))
 
   def close(self) -> None:
     if self._active:
       self._file.close()
-      for events in self._events.values():
-        events.close()
-      self._events = {}
+      for backend in self._backends.values():
+        backend.close()
+      self._backends = {}
 
   def __enter__(self) -> "Writer":
     return self
@@ -217,29 +212,21 @@ class Writer:
   def __exit__(self, *unused) -> None:
     self.close()
 
-  def _write_events(self, run: str, step: int, row: Row) -> None:
-    """One event a row. Warm start and training are two TensorBoard runs, each with steps of its
-    own."""
-    if run not in self._events:
-      folder = self._workdir / "tensorboard" / run
-      folder.mkdir(parents=True, exist_ok=True)
-      # Two processes started within one second would otherwise share a file name and overwrite each
-      # other.
-      self._events[run] = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
-      if self._purge[run] < math.inf:
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._events[run].write_event(
-          event_pb2.Event(wall_time=time.time(), step=int(self._purge[run]) + 1, session_log=start)
-        )
-    values = [
-      summary_pb2.Summary.Value(tag=key, simple_value=value)
-      for key, value in row.items()
-      if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
-    ]
-    self._events[run].write_event(
-      event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values))
+  def _write_curves(self, run: str, step: int, row: Row) -> None:
+    """Warm start and training are two runs for a viewer, each with steps of its own."""
+    if run not in self._backends:
+      last = self._purge[run]
+      self._backends[run] = self._backend(
+        self._workdir, run, None if last == math.inf else int(last) + 1
+      )
+    self._backends[run].write(
+      step,
+      {
+        key: value
+        for key, value in row.items()
+        if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
+      },
     )
-    self._events[run].flush()
 
 
 def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
@@ -251,9 +238,7 @@ def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
   if not path.exists():
     return []
   lines = path.read_bytes().split(b"\n")
-  torn = (
-    lines.pop()
-  )  # what follows the last newline: nothing, unless the process died while writing
+  torn = lines.pop()  # after the last newline: nothing, unless the process died while writing
   kept = []
   for number, line in enumerate(lines, 1):
     row = files.parse_object(line)
@@ -268,7 +253,8 @@ def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
       break
     kept.append(row)
   if torn or len(kept) < len(lines):
-    files.write_atomic(path, "".join(line.decode() + "\n" for line in lines[: len(kept)]))
+    with files.replacing(path) as part:
+      part.write_bytes(b"".join(line + b"\n" for line in lines[: len(kept)]))
   return kept
 
 

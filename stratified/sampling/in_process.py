@@ -99,7 +99,7 @@ class JaxSampler:
     del step
     if self._busy():
       raise RuntimeError("load() while generations are running: poll them to their end first")
-    place = lane_programs.whole(self._mesh)
+    place = lane_programs.replicated(self._mesh)
     self._params = lane_programs.unstack(
       self._model,
       {

@@ -25,7 +25,7 @@ def make_mesh(devices: Sequence[jax.Device]):
   )
 
 
-def whole(mesh) -> NamedSharding:
+def replicated(mesh) -> NamedSharding:
   """Where parameters lie: on every device."""
   return NamedSharding(mesh, P())
 

@@ -2,11 +2,14 @@
 flat table.
 
     config = load_config(directory)
-    params = load_params(directory, config, dtype="float32", sharding_of=lambda name: named(mesh,
-    axes[name])) save(other_directory, config, params, dtype="bfloat16", tokenizer_files=directory)
+    params = load_params(
+      directory, config, dtype="float32", sharding_of=lambda name: named(mesh, axes[name])
+    )
+    save(other_directory, config, params, dtype="bfloat16", tokenizer_files=directory)
 
 A directory stores each layer apart, and a projection as [outputs, inputs]; the decoder stacks the
 layers and keeps heads and head dimensions as axes of their own, [layers, inputs ..., outputs ...].
+Which tensor is which weight stands in `weights.ROWS` and in the families' names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,32 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratified.policy import decoder
-from stratified.policy.families import config_json, load_config
+from stratified.policy.families import config_json
+from stratified.policy.families import load_config as load_config  # for those who read weights
 from stratified.policy.files import safetensors
 from stratified.policy.files.safetensors import DTYPES
-
-# Decoder's name -> the directory's name ({n} is the layer), and how many of the decoder's leading
-# axes (after `layers`) are a projection's inputs; 0: no projection, same order of axes on both
-# sides.
-NAMES = {
-  "embed": ("model.embed_tokens.weight", 0),
-  "attention_norm": ("model.layers.{n}.input_layernorm.weight", 0),
-  "q": ("model.layers.{n}.self_attn.q_proj.weight", 1),
-  "k": ("model.layers.{n}.self_attn.k_proj.weight", 1),
-  "v": ("model.layers.{n}.self_attn.v_proj.weight", 1),
-  "q_bias": ("model.layers.{n}.self_attn.q_proj.bias", 0),
-  "k_bias": ("model.layers.{n}.self_attn.k_proj.bias", 0),
-  "v_bias": ("model.layers.{n}.self_attn.v_proj.bias", 0),
-  "q_norm": ("model.layers.{n}.self_attn.q_norm.weight", 0),
-  "k_norm": ("model.layers.{n}.self_attn.k_norm.weight", 0),
-  "o": ("model.layers.{n}.self_attn.o_proj.weight", 2),
-  "mlp_norm": ("model.layers.{n}.post_attention_layernorm.weight", 0),
-  "gate": ("model.layers.{n}.mlp.gate_proj.weight", 1),
-  "up": ("model.layers.{n}.mlp.up_proj.weight", 1),
-  "down": ("model.layers.{n}.mlp.down_proj.weight", 1),
-  "final_norm": ("model.norm.weight", 0),
-  "head": ("lm_head.weight", 0),
-}
+from stratified.policy.weights import ROWS, Weight
 
 Path = str | os.PathLike
 
@@ -88,7 +70,7 @@ def load_params(
   the host there is never more than one such part beside the result. Raises FileNotFoundError where
   a file is missing; ValueError where one is truncated, or a tensor is missing, has another shape
   than `config` says, is quantised, or has no place in the decoder. All of it before any weight is
-  read.
+  read. What no directory has (extra heads) starts anew, in float32 where `dtype` does not say.
   """
   directory = pathlib.Path(directory)
   with contextlib.ExitStack() as stack:
@@ -98,10 +80,17 @@ def load_params(
     for name, weight in decoder.weights(config).items():
       sharding = sharding_of(name) if sharding_of else None
       kind = dtype[name] if isinstance(dtype, Mapping) else dtype
-      params[name] = _placed(
-        functools.partial(_read, files, name, weight, kind), weight.shape, sharding
+      read = (
+        functools.partial(_read, files, weight, kind) if weight.stored else _start(weight, kind)
       )
+      params[name] = _placed(read, weight.shape, sharding)
     return params
+
+
+def _start(weight: Weight, dtype) -> Callable[[tuple[slice, ...]], np.ndarray]:
+  """Reads rectangles of a weight that no directory has."""
+  whole = np.asarray(decoder.initial(weight, jax.random.key(0)), dtype or np.float32)
+  return lambda region: whole[region]
 
 
 def stored_dtypes(directory: Path) -> dict[str, str]:
@@ -114,35 +103,25 @@ def stored_dtypes(directory: Path) -> dict[str, str]:
     }
 
 
-def _stored(config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _tensors_of(config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
   """(decoder's name, the directory's name, the shape there) of every tensor that `config` asks
   for."""
   for name, weight in decoder.weights(config).items():
-    for _, stored in _parts(name, weight):
-      yield name, stored, _stored_shape(name, weight)
+    for _, stored in _parts(weight):
+      yield name, stored, weight.stored_shape
 
 
-def _parts(name, weight) -> Iterator[tuple[Any, str]]:
+def _parts(weight: Weight) -> Iterator[tuple[Any, str]]:
   """(index into the stacked weight, the directory's name) of each tensor that makes it up."""
-  template = NAMES[name][0]
-  if weight.axes[0] != "layers":
-    return iter([(..., template)])
-  return ((n, template.format(n=n)) for n in range(weight.shape[0]))
-
-
-def _part_shape(weight):
-  return weight.shape[1:] if weight.axes[0] == "layers" else weight.shape
-
-
-def _stored_shape(name, weight) -> tuple[int, ...]:
-  shape, inputs = _part_shape(weight), NAMES[name][1]
-  if inputs:
-    return math.prod(shape[inputs:]), math.prod(shape[:inputs])
-  return (math.prod(shape),) if name.endswith("_bias") else shape
+  if weight.stored is None:
+    return iter([])
+  if not weight.stacked:
+    return iter([(..., weight.stored)])
+  return ((n, weight.stored.format(n=n)) for n in range(weight.shape[0]))
 
 
 def _check_tensors(directory, config, files) -> None:
-  expected = {stored: (name, shape) for name, stored, shape in _stored(config)}
+  expected = {stored: (name, shape) for name, stored, shape in _tensors_of(config)}
   for stored, (name, shape) in expected.items():
     if stored not in files:
       raise ValueError(
@@ -165,11 +144,12 @@ def _check_tensors(directory, config, files) -> None:
   extra = [
     name for name in sorted(set(files) - set(expected)) if not name.endswith("rotary_emb.inv_freq")
   ]
-  if config.tied_embeddings and "lm_head.weight" in extra:
-    extra.remove("lm_head.weight")
-    if not _equal(files, "lm_head.weight", NAMES["embed"][0]):
+  output = ROWS["head"].stored
+  if config.tied_embeddings and output in extra:
+    extra.remove(output)
+    if not _equal(files, output, decoder.weights(config)["embed"].stored):
       raise ValueError(
-        f"{directory} has an lm_head.weight other than its embedding, though its config.json "
+        f"{directory} has an {output} other than its embedding, though its config.json "
         "says tie_word_embeddings=true; set it to false, or remove the tensor"
       )
   if extra:
@@ -190,32 +170,33 @@ def _equal(files, first, second) -> bool:
   return all(np.array_equal(a[cut], b[cut]) for cut in cuts)
 
 
-def _read(files, name, weight, dtype, region: tuple[slice, ...]) -> np.ndarray:
+def _read(files, weight: Weight, dtype, region: tuple[slice, ...]) -> np.ndarray:
   """A rectangle of a stacked weight; of each stored tensor no more is read than the block that
   holds its part."""
-  parts = [stored for _, stored in _parts(name, weight)]
+  parts = [stored for _, stored in _parts(weight)]
   if dtype is None:
     dtype = jnp.result_type(
       *{DTYPES[files[stored].get_slice(stored).get_dtype()] for stored in parts}
     )
-  if weight.axes[0] != "layers":
-    return _read_part(files, name, weight, parts[0], region).astype(dtype, copy=False)
+  if not weight.stacked:
+    return _read_part(files, weight, parts[0], region).astype(dtype, copy=False)
   layers, region = parts[region[0]], region[1:]
   host = np.empty((len(layers), *(cut.stop - cut.start for cut in region)), dtype)
   for row, stored in zip(host, layers):
-    row[...] = _read_part(files, name, weight, stored, region)
+    row[...] = _read_part(files, weight, stored, region)
   return host
 
 
-def _read_part(files, name, weight, stored, region) -> np.ndarray:
+def _read_part(files, weight: Weight, stored: str, region) -> np.ndarray:
   """A rectangle of one stored tensor, in the decoder's order of axes.
 
   The directory flattens a projection's outputs into rows, its inputs into columns, and a bias into
   a vector: a cut of the first of the axes flattened together is a cut there, one of the others is
   made in what was read.
   """
-  shape, inputs = _part_shape(weight), NAMES[name][1]
-  leading = {0, inputs} if inputs or name.endswith("_bias") else set(range(len(shape)))
+  shape, inputs = weight.part_shape, weight.inputs
+  flat = len(weight.stored_shape) < len(shape)
+  leading = {0, inputs} if inputs else {0} if flat else set(range(len(shape)))
   sizes = [
     cut.stop - cut.start if axis in leading else size
     for axis, (size, cut) in enumerate(zip(shape, region))
@@ -284,10 +265,10 @@ def save(
   extra: further keys of config.json (eos_token_id, max_position_embeddings, ...).
   shard_bytes: the most that a file holds; the weights are then several files with an index. None is
   one file. The weights are written one layer at a time and appear under their names when they are
-  whole. With several processes every one must call; the first writes.
+  whole. Extra heads are left out. With several processes every one must call; the first writes.
   """
   directory = pathlib.Path(directory)
-  stored = {name: shape for _, name, shape in _stored(config)}
+  stored = {name: shape for _, name, shape in _tensors_of(config)}
   dtypes = (
     dict.fromkeys(stored, dtype)
     if isinstance(dtype, str)
@@ -295,8 +276,9 @@ def save(
   )
   safetensors.check_dtypes(sorted(set(dtypes.values())))
   table = decoder.weights(config)
-  wrong = sorted(set(params) ^ set(table)) or [
-    n for n, w in table.items() if params[n].shape != w.shape
+  needed = {name for name, weight in table.items() if weight.stored}
+  wrong = sorted(needed - set(params) | set(params) - set(table)) or [
+    name for name, value in params.items() if value.shape != table[name].shape
   ]
   if wrong:
     raise ValueError(
@@ -304,9 +286,7 @@ def save(
       "shape; merge adapters first"
     )
   main = max(dtypes.values(), key=list(dtypes.values()).count)
-  raw = config_json(
-    config, main
-  )  # before anything is written: it refuses what no family can express
+  raw = config_json(config, main)
   files, kept = _tokenizer(tokenizer_files)
   tensors = stored_tensors(config, params, dtypes)
   if jax.process_index():
@@ -346,12 +326,12 @@ def stored_tensors(
   """(name, tensor on the host) in the directory's layout, one by one, of anything shaped like the
   params."""
   for name, weight in decoder.weights(config).items():
-    shape = _stored_shape(name, weight)
-    for index, stored in _parts(name, weight):
+    shape = weight.stored_shape
+    for index, stored in _parts(weight):
       # A slice or a copy: an array on a device keeps what was fetched from it on the host while it
       # lives.
       value = on_host(jnp.copy(params[name]) if index is ... else params[name][index])
-      value = value.reshape(shape[::-1]).T if NAMES[name][1] else value.reshape(shape)
+      value = value.reshape(shape[::-1]).T if weight.inputs else value.reshape(shape)
       with np.errstate(over="ignore"):
         yield (
           stored,

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from stratified.policy import decoder, layers
+from stratified import files
+from stratified.policy import decoder
 from stratified.policy import lora as adapters_
 from stratified.policy.files import hugging_face, safetensors
 
@@ -34,8 +35,9 @@ def save(
   name for one.
 
   dtype: float32, bfloat16 or float16. Raises ValueError for another, for a value that it can't
-  hold, and for adapters that are not those of `config` and `lora`. With several processes every one
-  must call; the first writes.
+  hold, and for adapters that are not those of `config` and `lora`. Extra heads, which are trained
+  whole beside adapters, are left out. With several processes every one must call; the first
+  writes.
   """
   directory, table = pathlib.Path(directory), adapters_.weights(config, lora)
   safetensors.check_dtypes([dtype])
@@ -57,14 +59,16 @@ def save(
   partial = directory / f".{TENSORS}.partial"
   try:
     safetensors.write(partial, specs, tensors)
-    os.replace(partial, directory / TENSORS)
+    files.settle(partial, directory / TENSORS)
   finally:
     partial.unlink(missing_ok=True)
-  text = json.dumps(adapter_config(lora, base), indent=2)
+  text = json.dumps(adapter_config(config, lora, base), indent=2)
   (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def adapter_config(lora: adapters_.LoraConfig, base: str) -> dict[str, Any]:
+def adapter_config(
+  config: decoder.DecoderConfig, lora: adapters_.LoraConfig, base: str
+) -> dict[str, Any]:
   """The content of adapter_config.json; what it leaves out is PEFT's default."""
   alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
   return {
@@ -79,29 +83,26 @@ def adapter_config(lora: adapters_.LoraConfig, base: str) -> dict[str, Any]:
     "use_dora": False,
     "fan_in_fan_out": False,
     "inference_mode": True,
-    "target_modules": [_module(target, 0).rpartition(".")[2] for target in _ordered(lora)],
+    "target_modules": [module.rpartition(".")[2] for module in _modules(config, lora).values()],
   }
 
 
-def _ordered(lora) -> list[str]:
-  return [target for target in layers.LINEAR if target in lora.targets]
-
-
-def _module(target, layer) -> str:
-  return hugging_face.NAMES[target][0].format(n=layer).removesuffix(".weight")
+def _modules(config, lora) -> dict[str, str]:
+  """Target -> the module's name there, {n} the layer, in the order of the decoder's table."""
+  return {
+    name: weight.stored.removesuffix(".weight")
+    for name, weight in decoder.weights(config).items()
+    if name in lora.targets
+  }
 
 
 def _names(config, lora) -> Iterator[tuple[str, str, int, str]]:
   """(the name there, target, layer, "a" or "b") of each tensor."""
-  for target in _ordered(lora):
+  for target, module in _modules(config, lora).items():
     for layer in range(config.num_layers):
       for part in "ab":
-        yield (
-          f"base_model.model.{_module(target, layer)}.lora_{part.upper()}.weight",
-          target,
-          layer,
-          part,
-        )
+        name = f"base_model.model.{module.format(n=layer)}.lora_{part.upper()}.weight"
+        yield name, target, layer, part
 
 
 def _shapes(config, lora) -> Iterator[tuple[str, tuple[int, int]]]:

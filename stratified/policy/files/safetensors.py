@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+
+from stratified.files import settle
 
 # safetensors' code of each dtype that is read, and of each that is written.
 DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
@@ -109,7 +110,7 @@ def write_model(
     for path, group in zip(partial, groups, strict=True):
       write(path, group, itertools.islice(tensors, len(group)))
     for path, name in zip(partial, names):
-      os.replace(path, directory / name)
+      settle(path, directory / name)
   finally:
     for path in partial:
       path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from stratified import sharding
-from stratified.learner import update
+from stratified.learner import state as states
 from stratified.policy import decoder, lora
 from stratified.runs import build, checkpoint
 from stratified.types import TrainState
@@ -28,10 +28,15 @@ class Weights:
   mesh: Any
   model: decoder.DecoderConfig
   optimizer: Any
+  plain: bool = False  # every weight is trained, and nothing is a reference: a supervised stage
 
   @property
   def adapter(self) -> lora.LoraConfig | None:
-    return build.adapter(self.config)
+    return None if self.plain else build.adapter(self.config)
+
+  @property
+  def host(self) -> tuple[str, ...]:
+    return () if self.plain else build.host_parts(self.config)
 
   @property
   def start_dtype(self) -> str | dict[str, str]:
@@ -45,25 +50,25 @@ class Weights:
     """The state at step 0; it takes `params` over."""
     if self.adapter:
       params = {name: value.astype(self.start_dtype[name]) for name, value in params.items()}
-    return update.init_state(
+    return states.init_state(
       self.mesh,
       self.model,
       params,
       self.optimizer,
-      with_reference=True,
+      with_reference=not self.plain,
       adapter=self.adapter,
       seed=self.config.seed,
-      host=build.host_parts(self.config),
+      host=self.host,
     )
 
   def abstract(self) -> TrainState:
-    return update.abstract_state(
+    return states.abstract_state(
       self.mesh,
       self.model,
       self.optimizer,
-      with_reference=True,
+      with_reference=not self.plain,
       adapter=self.adapter,
-      host=build.host_parts(self.config),
+      host=self.host,
     )
 
   def at_rest(self, state: TrainState) -> TrainState:
@@ -123,7 +128,7 @@ class Weights:
     if c.warm_start.num_steps:
       source = f"{pathlib.Path(workdir) / 'warm_start'}"
       wanted = {
-        "params": update.abstract_state(
+        "params": states.abstract_state(
           self.mesh, self.model, self.optimizer, with_reference=False
         ).params
       }

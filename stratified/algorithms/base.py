@@ -1,0 +1,129 @@
+"""What a method is: which tokens feed which loss, how outputs become credit, and the losses.
+
+The learner is blind to the method. A step's loss is a sum of components; component `name` is
+
+    sum over tokens of  weight(token) x loss(token),   weight = stream / (what aggregation divides by)
+
+where the stream of that name says on the host how much each token counts. A step is
+
+    before = outputs under the parameters of before the step       (only if `looks_before`)
+    credit = algorithm.credit(batch, before, step)                 advantages, targets, statistics
+    for each epoch and mini-batch:
+      losses = algorithm.losses(outputs, before, credit, micro)    differentiated in the outputs
+
+A method is one file: a subclass of `Algorithm` whose fields are its settings, with `make`, which
+builds it from a config (see algorithms/__init__.py).
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from stratified.types import Batch, Trajectory
+
+
+class Outputs(NamedTuple):
+  """What the policy says of tokens, float32, each array [R, T] of a micro-batch or [A, R, T].
+
+  logp, entropy: of each token given those before it, at the sampling temperature. reference_logp:
+  the frozen reference's, None without one. heads: {name: value} of the method's extra heads.
+  """
+
+  logp: Any
+  entropy: Any
+  reference_logp: Any
+  heads: dict[str, Any]
+
+
+class Credit(NamedTuple):
+  """What a method makes of the rewards before the first update; no gradient flows through it.
+
+  advantage_qk: [Q, K], each rollout's advantage (the mean over its tokens where it differs between
+  them), for the records. token: {name: [A, R, T] or [Q, K]}; `losses` gets each by token, what is
+  [Q, K] at every token of its rollout. stats: {metric key: scalar}.
+  """
+
+  advantage_qk: Any
+  token: dict[str, Any]
+  stats: dict[str, Any]
+
+
+class Loss(NamedTuple):
+  """One component's loss of each token, [R, T].
+
+  means: {metric key: [R, T]}, averaged with the stream's weights; maxima: the same, largest value
+  where the stream is above 0. aggregation: what the sum over tokens is divided by (see
+  `losses.token_weights`); max_tokens is the constant of "constant".
+  """
+
+  value: Any
+  means: dict[str, Any] = {}
+  maxima: dict[str, Any] = {}
+  aggregation: str = "token_mean"
+  max_tokens: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """Base of the methods; a subclass says what differs.
+
+  HEADS: extra outputs it needs of the policy (policy/heads.py). STREAMS: the names of the per-token
+  numbers that `streams` gives.
+  """
+
+  HEADS: ClassVar[tuple[str, ...]] = ()
+  STREAMS: ClassVar[tuple[str, ...]] = ("policy",)
+
+  def stages(self, num_steps: int) -> tuple["Stage", ...]:
+    """The parts of a run after its warm start; by default `num_steps` of reinforcement."""
+    return (Stage("reinforcement", "rollouts", num_steps, self),)
+
+  @property
+  def looks_before(self) -> bool:
+    """Whether `credit` or `losses` read what the policy said before the step's first update."""
+    return False
+
+  def streams(self, trajectory: Trajectory, reward: float) -> dict[str, Sequence[float]]:
+    """{name: one number a token} of a rollout, on the host; by default 1 on policy tokens."""
+    return {"policy": by_origin(trajectory, policy=1.0)}
+
+  def arrays(
+    self, groups: Sequence[Sequence[Trajectory]], rewards: Sequence[Sequence[float]]
+  ) -> dict[str, np.ndarray]:
+    """{name: [Q, K, ...]} of whatever else `credit` needs; shapes must not change over a run."""
+    return {}
+
+  def credit(self, batch: Batch, before: Outputs | None, step: Any) -> Credit:
+    """Advantages and targets from the batch's rewards, in the jitted step."""
+    raise TypeError(f"{type(self).__name__} defines no credit")
+
+  def losses(
+    self, outputs: Outputs, before: Outputs | None, credit: dict[str, Any], micro: Batch
+  ) -> dict[str, Loss]:
+    """{stream: Loss} of one micro-batch, in the jitted step; `micro` has [R, T] arrays."""
+    raise TypeError(f"{type(self).__name__} defines no losses")
+
+
+def by_origin(
+  trajectory: Trajectory, *, policy: float, observation: float = 0.0, prompt: float = 0.0
+) -> list[float]:
+  """One number a token of the rollout, by who wrote it."""
+  of = {"policy": policy, "observation": observation, "prompt": prompt}
+  return [
+    of[segment.origin] for segment in trajectory.segments for _ in range(len(segment.token_ids))
+  ]
+
+
+class Stage(NamedTuple):
+  """A part of a run, trained to its end before the next begins.
+
+  name: in the rows of metrics.jsonl. source: where its batches come from, "demonstrations" (the
+  task's, scripted) or "rollouts" (the policy's own). algorithm: what it learns from them.
+  """
+
+  name: str
+  source: str
+  num_steps: int
+  algorithm: Algorithm

@@ -1,0 +1,129 @@
+"""The training state: made sharded at step 0, described without its values, moved between memories."""
+
+from collections.abc import Callable, Collection
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stratified import sharding
+from stratified.policy import decoder, lora
+from stratified.types import TrainState
+
+# The parts of a state that may lie in the host's memory between steps.
+HOST_PARTS = ("opt_state", "reference")
+
+
+def init_state(
+  mesh,
+  config: decoder.DecoderConfig,
+  params,
+  optimizer,
+  *,
+  with_reference: bool,
+  adapter: lora.LoraConfig | None = None,
+  seed: int = 0,
+  host: Collection[str] = (),
+) -> TrainState:
+  """A sharded state at step 0; it takes `params` over (the first update may reuse their memory).
+
+  The reference is a copy in the dtypes that a forward pass reads (`decoder.seen_dtype`). With an
+  adapter `params` become the frozen weights, themselves the reference, and new adapters are what is
+  trained.
+  """
+  place = lambda tree, table: {
+    name: sharding.put(value, sharding.named(mesh, table[name].axes))
+    for name, value in tree.items()
+  }
+  with jax.set_mesh(mesh):
+    params, reference = place(params, decoder.weights(config)), None
+    if adapter:
+      new = lora.init(config, adapter, jax.random.key(seed))
+      reference, params = params, place(new, lora.weights(config, adapter))
+    elif with_reference:
+      reference = {
+        name: jnp.array(x, decoder.seen_dtype(config, name), copy=True)
+        for name, x in params.items()
+      }
+    opt_state = jax.jit(optimizer.init)(params)
+    zero = sharding.put(np.zeros((), np.int32), sharding.named(mesh, ()))
+    state = TrainState(
+      step=zero,
+      params=params,
+      opt_state=opt_state,
+      reference=reference,
+      skipped_in_a_row=jnp.copy(zero),
+    )
+    return to_memory(state, host, jax.memory.Space.Host)
+
+
+def abstract_state(
+  mesh,
+  config: decoder.DecoderConfig,
+  optimizer,
+  *,
+  with_reference: bool,
+  adapter: lora.LoraConfig | None = None,
+  host: Collection[str] = (),
+) -> TrainState:
+  """The state's shapes, dtypes and shardings, nothing allocated: what a checkpoint is restored
+  into.
+
+  With an adapter the checkpoint holds the frozen weights' fingerprint in their place
+  (`lora.fingerprint`).
+  """
+  table = decoder.weights(config)
+  struct = lambda shape, dtype, axes: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=sharding.named(mesh, axes)
+  )
+  params = {
+    name: struct(w.shape, jnp.float32, w.axes)
+    for name, w in (lora.weights(config, adapter) if adapter else table).items()
+  }
+  with jax.set_mesh(mesh):
+    shapes = jax.eval_shape(optimizer.init, params)
+  opt_state = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=jax.NamedSharding(mesh, x.sharding.spec if x.sharding else jax.P())
+    ),
+    shapes,
+  )
+  reference = None
+  if with_reference:
+    reference = {
+      name: struct(w.shape, decoder.seen_dtype(config, name), w.axes) for name, w in table.items()
+    }
+  if adapter:
+    reference = struct((len(table), 2), jnp.uint32, ())
+  scalar = struct((), jnp.int32, ())
+  state = TrainState(
+    step=scalar, params=params, opt_state=opt_state, reference=reference, skipped_in_a_row=scalar
+  )
+  there = lambda x: jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")
+  )
+  return state._replace(
+    **{
+      part: jax.tree.map(lambda x: there(x) if x.ndim else x, getattr(state, part)) for part in host
+    }
+  )
+
+
+def to_memory(state: TrainState, parts: Collection[str], space) -> TrainState:
+  """The state with the named parts in another memory; scalars stay, they are needed at once."""
+  move = lambda x: jax.device_put(x, space) if x.ndim else x
+  return state._replace(**{part: jax.tree.map(move, getattr(state, part)) for part in parts})
+
+
+def from_host(step: Callable, parts: Collection[str]) -> Callable:
+  """The step with the named parts of the state fetched from host memory before, put back after."""
+  if not parts:
+    return step
+
+  @functools.wraps(step)
+  def moved(state: TrainState, batch):
+    state, stats = step(to_memory(state, parts, jax.memory.Space.Device), batch)
+    return to_memory(state, parts, jax.memory.Space.Host), stats
+
+  return moved

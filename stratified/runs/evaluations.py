@@ -1,0 +1,82 @@
+"""What an evaluation of a config asks, and what its answers depend on."""
+
+from collections.abc import Sequence
+import hashlib
+import pathlib
+from typing import Any
+
+from stratified import files
+from stratified.config import unaffected
+from stratified.evaluation import tables
+from stratified.runs import settings as run_settings
+from stratified.tasks.base import Sets, Task
+from stratified.tasks.search_qa import path_of
+
+
+def for_evaluation(config):
+  """The config with the questions of data.evaluation, where it has any, in place of those of
+  training."""
+  if config.data.name == "files" and config.data.evaluation:
+    config.data.questions, config.data.split = config.data.evaluation, ""
+  return config
+
+
+def question_sets(task: Task, names: Sequence[str] | None, count: int | None) -> Sets:
+  """What is asked: {name: (questions, tools)}.
+
+  names: None takes the task's held-out sets; ["all"] every question set it has (the papers' order).
+  count: questions of each, always the first of one fixed order, so that more is a continuation;
+    None is all there are.
+
+  Raises ValueError for a name that is not there.
+  """
+  if count is None and task.endless:
+    raise ValueError(
+      "--questions=-1 is all questions, but this task's are made without end; give a number"
+    )
+  if not names:
+    return task.held_out(2**31 if count is None else count)
+  available = task.sets(count) if task.sets else task.held_out(count)
+  available = {name: available[name] for name in tables.ordered(list(available))}
+  wanted = list(available) if list(names) == ["all"] else tables.ordered(names)
+  missing = [name for name in wanted if name not in available]
+  if missing:
+    raise ValueError(
+      f"--sets names {', '.join(missing)}, but there are questions of {', '.join(available)} only; "
+      "prepare the others with experiments/prepare_data.py and name their folder with "
+      "--config.data.evaluation=DIR"
+    )
+  return {name: available[name] for name in wanted}
+
+
+def settings(
+  config, *, step: int, samples: int, temperature: float, forced: int | None
+) -> dict[str, Any]:
+  """What the answers depend on, beside the questions themselves."""
+  kept = files.flatten(config.to_dict())
+  for name in unaffected(run_settings.rules(), "answers"):
+    kept.pop(name, None)
+  kept |= {"step": step, "samples": samples, "temperature": temperature, "forced": forced}
+  if temperature:
+    kept["rollout.top_p"] = config.rollout.top_p
+  if config.policy.checkpoint:
+    kept["weights"] = fingerprint(
+      sorted(pathlib.Path(config.policy.checkpoint).glob("*.safetensors"))
+    )
+  if config.data.name == "files" and config.retriever.name != "http":
+    kept["corpus"] = fingerprint([path_of(config.data.corpus)])
+  return kept
+
+
+def fingerprint(paths: Sequence[pathlib.Path]) -> str:
+  """Names, sizes, first and last MiB of files: tells other weights under the same name, at no
+  cost."""
+  digest = hashlib.sha256()
+  for path in paths:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}\n".encode())
+    with path.open("rb") as file:
+      digest.update(file.read(2**20))
+      file.seek(max(0, size - 2**20))
+      digest.update(file.read(2**20))
+  return digest.hexdigest()[:16]

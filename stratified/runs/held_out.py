@@ -1,0 +1,76 @@
+"""Held-out questions during training: before its first step, on the way, and after its last."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+from stratified import files
+from stratified.evaluation import runner
+from stratified.evaluation import score as scoring
+from stratified.learner import processes
+from stratified.runs import rollouts
+from stratified.tasks.base import Task
+
+
+def evaluate(
+  params, task: Task, sampler, *, count: int, forced: int | None = None, only: str | None = None
+) -> dict:
+  """{set: scores} of every held-out set, or of `only` one, each process making its share.
+
+  forced: makes every rollout search exactly that often.
+  """
+  sampler.load(params, runner.FIRST_STEP)
+  collect = functools.partial(
+    rollouts.collect,
+    task,
+    sampler=sampler,
+    limits=dataclasses.replace(task.limits, forced_searches=forced),
+  )
+  scores = {}
+  for name, (questions, tools) in task.held_out(count).items():
+    if only in (None, name):
+      rows = runner.run(
+        name,
+        questions,
+        functools.partial(collect, tools=tools),
+        tools=task.tool_names,
+        what="" if forced is None else f" with {forced} searches each",
+        active=processes.is_first(),
+      )
+      scores[name] = scoring.summarise(rows)
+  return scores
+
+
+def evaluate_start(config, params, task, sampler, writer, workdir: pathlib.Path) -> None:
+  """The policy before reinforcement learning: by its own choice, and made to search 0, 1, 2, ...
+  times."""
+  scores = evaluate(params, task, sampler, count=config.eval.questions)
+  parts = {"warm_start": {"sets": scores}}
+  if config.eval.forced:
+    parts["warm_start_forced"] = {
+      str(n): {
+        "sets": evaluate(
+          params, task, sampler, count=config.eval.questions, forced=n, only="held_out"
+        )
+      }
+      for n in range(config.rollout.max_turns + 1)
+    }
+  writer.write({"step": 0} | scoring.metrics_row(scores))
+  record(workdir, parts)
+
+
+def evaluate_at(config, params, task, sampler, writer, workdir: pathlib.Path, step: int) -> None:
+  """The policy now; evaluation.json keeps the newest."""
+  scores = evaluate(params, task, sampler, count=config.eval.questions)
+  writer.write({"step": step} | scoring.metrics_row(scores))
+  record(workdir, {"step": step, "sets": scores})
+
+
+def record(workdir: pathlib.Path, parts: dict) -> None:
+  """Adds parts to workdir/evaluation.json."""
+  if not processes.is_first():
+    return
+  path = workdir / "evaluation.json"
+  known = files.read_object(path) if path.exists() else {}
+  files.write_atomic(path, json.dumps(known | parts, indent=2) + "\n")

@@ -1,0 +1,156 @@
+"""Where the batches of a stage come from, and what its rows hold: demonstrations, or rollouts.
+
+A source serves `trainer.run_stage`:
+
+    source.start(state)                     before the first step; whether that is worth a checkpoint
+    batch, row = source.take(step, state)   the step's batch, and what is known of it already
+    note = source.finish(step, state, stats, batch, row)    writes the step's row, and more
+"""
+
+from collections.abc import Callable
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from stratified.evaluation import score as scoring
+from stratified.learner import batching
+from stratified.runs import build, held_out
+from stratified.runs.rollouts import Rollouts
+from stratified.runs.writer import trajectory_records, Writer
+from stratified.types import Batch, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+  """What all stages of a run share: its parts, who samples and who judges, where rows go."""
+
+  run: build.Run
+  workdir: Any
+  sampler: Any
+  judge: Any
+  writer: Writer
+
+
+class Demonstrations:
+  """The task's scripted demonstrations, imitated."""
+
+  label, rate = "warm-start steps", "warm_start.learning_rate"
+
+  def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
+    self._parts, self._writer = parts, around.writer
+    self._demonstrations = around.run.task.demonstrations
+
+  def start(self, state: TrainState) -> bool:
+    return False
+
+  def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
+    return demonstration_batch(self._demonstrations(step), self._parts), {}
+
+  def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
+    loss = float(stats["warm_start/loss"])
+    self._writer.write(
+      {
+        "warm_start/step": step,
+        "stage": self._parts.stage.name,
+        "warm_start/loss": loss,
+        "grad/norm": float(stats["grad/norm"]),
+      }
+    )
+    return f"loss {loss:.3f}"
+
+  def __enter__(self) -> "Demonstrations":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    pass
+
+
+def demonstration_batch(groups, parts: build.StageParts) -> Batch:
+  """A batch of demonstrations [n][1], without rewards or strata."""
+  zeros = np.zeros((len(groups), 1), np.int32)
+  return batching.collate(
+    groups,
+    packing=parts.packing,
+    algorithm=parts.stage.algorithm,
+    rewards=zeros,
+    strata=zeros,
+    num_strata=1,
+  )
+
+
+class Reinforcement:
+  """The policy's own rollouts, rewarded and sorted into strata; evaluated on the way."""
+
+  label, rate = "training steps", "optimizer.learning_rate"
+
+  def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
+    self._parts, self._around, self._policy = parts, around, policy
+    self._rollouts = Rollouts(around.run.config, around.run.task, around.sampler)
+    self._clock = time.perf_counter()
+
+  def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
+    run = self._around.run
+    groups, times = self._rollouts.take(step, self._policy(state))
+    scores = [[None if t.fault else run.reward(t) for t in group] for group in groups]
+    reward = [[0.0 if s is None else s.total for s in group] for group in scores]
+    strata = [run.partition.assign(group, step=step) for group in groups]
+    self._sampled = groups, reward, strata
+    row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
+    spent = times["rollout_s"] + times["search_s"]
+    row["rollout/tokens_per_second"] = row["rollout/policy_tokens"] / spent
+    row |= {f"time/{name}": value for name, value in times.items()}
+    batch = batching.collate(
+      groups,
+      packing=self._parts.packing,
+      algorithm=self._parts.stage.algorithm,
+      rewards=reward,
+      strata=strata,
+      num_strata=run.partition.num_strata,
+    )
+    return batch, row
+
+  def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
+    config, writer, now = self._around.run.config, self._around.writer, time.perf_counter()
+    advantage = np.asarray(stats.pop("advantage_qk"))
+    row = {"step": step, "stage": self._parts.stage.name} | row
+    row |= {name: float(value) for name, value in stats.items()}
+    row |= {
+      "update/tokens_per_second": batching.num_tokens(batch) / row["time/update_s"],
+      "update/padding_share": batching.padding_share(batch),
+      "time/step_s": now - self._clock,
+    }
+    self._clock = now
+    writer.write(row)
+    every = config.logging.trajectories_every
+    if every and step % every == 0:
+      groups, reward, strata = self._sampled
+      task = self._around.run.task
+      records = trajectory_records(
+        groups, task.tokenizer.decode, reward, strata, advantage, task.tool_names
+      )
+      writer.write_trajectories(step, records)
+    if step == config.num_steps or config.eval.every and step % config.eval.every == 0:
+      self._rollouts.settle()
+      self._evaluate(held_out.evaluate_at, state, step)
+    return f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}"
+
+  def start(self, state: TrainState) -> bool:
+    """Evaluates the policy that the stage begins with; that takes long enough to be kept."""
+    self._evaluate(held_out.evaluate_start, state)
+    return True
+
+  def _evaluate(self, evaluate: Callable, state: TrainState, *step: int) -> None:
+    run, a = self._around.run, self._around
+    evaluate(run.config, self._policy(state), run.task, a.judge, a.writer, a.workdir, *step)
+
+  def __enter__(self) -> "Reinforcement":
+    self._rollouts.__enter__()
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._rollouts.__exit__(*error)
+
+
+SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement}

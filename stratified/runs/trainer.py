@@ -1,0 +1,143 @@
+"""The loop over a run's stages and their steps: batch -> update -> row -> checkpoint.
+
+Every stage has its own checkpoints and goes on from the newest. A stage that a later one has begun
+after is not looked at again.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+
+import jax
+
+from stratified.learner import batching, processes
+from stratified.progress import Progress
+from stratified.retrieval.client import RetrieverDown
+from stratified.runs import build, samplers, stages
+from stratified.runs.checkpoint import Checkpointer
+from stratified.runs.stop import Diverged, Stop, Unusable
+from stratified.runs.weights import Weights
+from stratified.runs.writer import Writer
+from stratified.sampling.sglang.errors import SamplerError
+from stratified.types import TrainState
+
+EARLIER_EVERY = 200  # steps between checkpoints of the stages before the last
+MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a run stops
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+  """A stage where it is trained: its parts, the forms of its state, its checkpoints."""
+
+  parts: build.StageParts
+  weights: Weights
+  saved: Checkpointer
+
+  def save(self, step: int, state: TrainState, *, force: bool = False) -> None:
+    """Saves the state where a checkpoint is due or forced; frozen weights only cost a hash then."""
+    if force or self.saved.due(step):
+      self.saved.save(step, self.weights.at_rest(state), force=force)
+
+
+def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
+  """Trains every stage from where it stands; returns early, all saved, where `stop` was asked.
+
+  Raises Unusable for a damaged or foreign checkpoint; RetrieverDown, SamplerError or Diverged where
+  training can't go on, with what was trained saved.
+  """
+  with contextlib.ExitStack() as stack:
+    sampler, judge = stack.enter_context(
+      samplers.samplers(run.config, run.mesh, run.model, run.task.tokenizer)
+    )
+    seats = [stack.enter_context(seat_of(run, parts, workdir)) for parts in run.stages]
+    number, restored = newest(seats, workdir)
+    last = number == len(seats) - 1
+    writer = Writer(
+      workdir,
+      resume_step=restored[1] if restored and last else None,
+      warm_start_step=seats[0].saved.latest_step or 0,
+      active=processes.is_first(),
+    )
+    around = stages.Surroundings(run, workdir, sampler, judge, stack.enter_context(writer))
+    params = (
+      None
+      if restored
+      else build.initial_params(run.config, run.model, run.mesh, dtype=seats[0].weights.start_dtype)
+    )
+    for seat in seats[number:]:
+      params = run_stage(seat, around, restored, params, stop)
+      restored = None
+      if stop.asked:
+        return
+
+
+@contextlib.contextmanager
+def seat_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
+  """The seat of a stage; the last one's checkpoints are the run's own."""
+  last = parts is run.last
+  weights = Weights(run.config, run.mesh, run.model, parts.optimizer, plain=not last)
+  folder = workdir if last else workdir / parts.stage.name
+  every = run.config.checkpoint.every if last else EARLIER_EVERY
+  with Checkpointer(folder, every) as saved:
+    yield Seat(parts, weights, saved)
+
+
+def newest(seats: list[Seat], workdir: pathlib.Path) -> tuple[int, tuple[TrainState, int] | None]:
+  """(number of the stage to go on with, its (state, step) or None at the very start)."""
+  for number, seat in reversed(list(enumerate(seats))):
+    try:
+      found = seat.saved.restore_latest(seat.weights.abstract())
+      restored = seat.weights.resume(found, workdir)
+    except ValueError as error:  # it names what is damaged or differs, and the way out
+      raise Unusable(f"{error}") from error
+    if restored:
+      return number, restored
+  return 0, None
+
+
+def run_stage(seat: Seat, around, restored, params, stop: Stop):
+  """Trains one stage, restored or begun from `params`; returns the parameters it ends with."""
+  stage, weights = seat.parts.stage, seat.weights
+  state, step = restored or (weights.begin(params), 0)
+  if restored and step:
+    say(f"going on from {stage.name} step {step} of {stage.num_steps}")
+  with (
+    stages.SOURCES[stage.source](seat.parts, around, weights.policy) as source,
+    Progress(stage.num_steps, source.label, done=step, active=processes.is_first()) as progress,
+  ):
+    if not restored and source.start(state):
+      seat.save(0, state, force=True)
+    while step < stage.num_steps and not stop.agreed():
+      try:
+        batch, row = source.take(step, state)
+      except (RetrieverDown, SamplerError):
+        seat.save(step, state, force=True)
+        raise
+      placed, start = batching.place(around.run.mesh, batch), time.perf_counter()
+      state, stats = jax.block_until_ready(seat.parts.learn(state, placed))
+      row["time/update_s"], step = time.perf_counter() - start, step + 1
+      note = source.finish(step, state, stats, batch, row)
+      # After all of the step's rows: a run killed before this repeats the step, one killed after it
+      # has them.
+      seat.save(step, state, force=step == stage.num_steps)
+      progress.update(1, note=note)
+      if int(state.skipped_in_a_row) >= MOST_SKIPPED:
+        seat.save(step, state, force=True)
+        raise Diverged(
+          f"{MOST_SKIPPED} updates in a row had no finite loss or gradient, the last at step {step} "
+          f"of {stage.name}; the parameters before them are kept. A lower --config.{source.rate} in "
+          "a new workdir usually helps"
+        )
+  seat.save(step, state, force=True)
+  if stop.asked:
+    say(
+      f"stopped at {stage.name} step {step} of {stage.num_steps} and saved; the same command goes on"
+    )
+  return weights.policy(state)
+
+
+def say(text: str) -> None:
+  """Prints where one process of the run does."""
+  if processes.is_first():
+    print(text, flush=True)

@@ -1,0 +1,347 @@
+"""Settings: every rule of every field refuses in one sentence; what derives from them; the command
+line."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+
+import pytest
+from test_train import config as smallest
+
+from configs import search_r1
+from stratified import config as configs
+from stratified.config import setting, Settings
+from stratified.runs import build, command_line, explain, settings
+
+ROOT = pathlib.Path(__file__).parents[1]
+RULES = settings.rules()
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip(Settings):
+  SECTION = "clip"
+  ratio: float = setting(0.2, "how far", above=0, below=1)
+  shares: tuple[float, ...] = setting((0.5, 0.5), "parts", low=0)
+  name: str | None = setting(None, "which", choices=["hard", "soft"], affects=[])
+  url: str = setting("http://a", "where", affects=["rounding"], secret=True)
+  steps: int = setting(3, "how long", low=1, affects=["training"], grows=True)
+
+
+###  One class  ###
+
+
+def test_a_config_has_the_defaults_and_takes_nothing_else():
+  config = configs.to_config(Clip)
+  assert config.to_dict() == {
+    "clip": {"ratio": 0.2, "shares": (0.5, 0.5), "name": None, "url": "http://a", "steps": 3}
+  }
+  with pytest.raises((AttributeError, KeyError)):
+    config.clip.raito = 0.3
+  config.clip.name = "soft"
+  assert configs.read(Clip, config) == Clip(name="soft")
+
+
+def test_a_field_declared_twice_is_an_error():
+  with pytest.raises(ValueError, match="clip.ratio is declared twice"):
+    configs.rules(Clip, Clip)
+
+
+def test_an_effect_that_does_not_exist_is_an_error():
+  with pytest.raises(ValueError, match=r"affects=\['speed'\] is unknown; choose from training"):
+    setting(1, "x", affects=["speed"])
+
+
+@pytest.mark.parametrize(
+  "change, sentence",
+  [
+    ({"ratio": 0.0}, "clip.ratio=0.0 must be above 0 and below 1, and finite"),
+    ({"ratio": 1}, "clip.ratio=1 must be above 0 and below 1, and finite"),
+    ({"ratio": math.nan}, "clip.ratio=nan must be above 0 and below 1, and finite"),
+    ({"ratio": "wide"}, "clip.ratio='wide' must be a number, above 0, below 1"),
+    ({"ratio": True}, "clip.ratio=True must be a number, above 0, below 1"),
+    ({"ratio": None}, "clip.ratio=None must be a number, above 0, below 1"),
+    ({"shares": (0.5, -0.5)}, "clip.shares=(0.5, -0.5) must be at least 0, and finite"),
+    ({"shares": 0.5}, "clip.shares=0.5 must be numbers, at least 0"),
+    ({"name": "sfot"}, "clip.name='sfot' is unknown; choose one of hard, soft"),
+    ({"steps": 2.5}, "clip.steps=2.5 must be a whole number, at least 1"),
+  ],
+  ids=lambda value: "-".join(map(str, value.items())) if isinstance(value, dict) else "",
+)
+def test_construction_checks_each_rule(change, sentence):
+  with pytest.raises(ValueError) as error:
+    Clip(**change)
+  assert str(error.value) == sentence
+
+
+def test_what_is_free_affects_no_more_than_rounding():
+  assert configs.free(configs.rules(Clip)) == ("clip.name", "clip.url")
+  assert configs.unaffected(configs.rules(Clip), "training") == ("clip.name", "clip.url")
+
+
+###  All settings of a run  ###
+
+
+def breaking(rule: configs.Rule):
+  """(kind of break, value) for each way in which a value can break the rule."""
+  kind = configs._plain_kind(rule.kind)
+  many = typing.get_origin(kind) is tuple
+  kind = typing.get_args(kind)[0] if many else kind
+  wrap = (lambda x: (x,)) if many else (lambda x: x)
+  yield "type", wrap({str: 3, bool: "maybe", int: "three", float: "three"}[kind])
+  if kind is int:
+    yield "fraction", wrap(1.5)
+  if kind in (int, float):
+    yield "truth", wrap(True)
+  if not configs._optional(rule.kind):
+    yield "none", None
+  if rule.choices:
+    yield "choice", max(map(str, rule.choices)) + "x" if kind is str else max(rule.choices) + 1
+  if kind is float:
+    yield "nan", wrap(math.nan)
+    yield "infinite", wrap(math.inf)
+  if rule.low is not None:
+    yield "low", wrap(kind(rule.low - 1))
+  if rule.above is not None:
+    yield "above", wrap(kind(rule.above))
+  if rule.high is not None:
+    yield "high", wrap(kind(rule.high + 1))
+  if rule.below is not None:
+    yield "below", wrap(kind(rule.below))
+
+
+BREAKS = [
+  pytest.param(name, value, id=f"{name}-{kind}")
+  for name, rule in RULES.items()
+  for kind, value in breaking(rule)
+]
+
+
+class Raw(dict):
+  """A config whose values no type check has seen: what a preset or a stored file could hold."""
+
+  __getattr__ = dict.__getitem__
+
+
+def raw(config, name, value):
+  made = json.loads(config.to_json(), object_hook=Raw)
+  *path, last = name.split(".")
+  part = made
+  for key in path:
+    part = part[key]
+  part[last] = value
+  return made
+
+
+@pytest.mark.parametrize("name, value", BREAKS)
+def test_every_broken_rule_is_one_sentence_with_field_value_and_rule(name, value, monkeypatch):
+  """Nothing else is looked at before: no file, no device, no part."""
+  monkeypatch.setattr(build, "mesh_of", None)
+  monkeypatch.setattr(build, "missing_parts", None)
+  with pytest.raises(ValueError) as error:
+    build.build(raw(smallest(), name, value))
+  said, rule = str(error.value), RULES[name]
+  assert said.startswith(f"{name}=") and str(value) in said and "\n" not in said
+  assert any(words in said for words in ("must be", "choose one of")), said
+  bounds = [b for b in (rule.low, rule.above, rule.high, rule.below) if b is not None]
+  assert all(str(bound) in said for bound in bounds), said
+  assert all(str(choice) in said for choice in rule.choices or ()), said
+
+
+def test_every_rule_can_be_broken_and_says_what_it_is_about():
+  assert {param.values[0] for param in BREAKS} == set(RULES)
+  for name, rule in RULES.items():
+    assert rule.meaning and len(rule.meaning) <= 100 and "\n" not in rule.meaning, name
+    configs.check(name, rule.default, rule)
+
+
+def test_a_field_that_nobody_declared_is_refused_with_the_nearest():
+  config = smallest()
+  with config.unlocked():
+    config.loss.clip_ration = 0.3
+  with pytest.raises(ValueError, match="loss.clip_ration is no field .*did you mean loss.clip_rat"):
+    build.build(config, task=False)
+
+
+@pytest.mark.parametrize("preset", search_r1.PRESETS)
+def test_presets_only_change_fields_that_are_declared(preset):
+  config = search_r1.get_config(preset)
+  assert set(configs.names(config)) == set(RULES)
+  configs.check_all(config, RULES)
+  for name, value in search_r1.PRESETS[preset].items():
+    assert value != RULES[name].default, f"{preset} repeats the default of {name}"
+
+
+def test_what_may_change_on_resume_is_what_the_contract_names():
+  found = {name.partition(".")[0] for name in settings.free()}
+  assert found == {"mesh", "memory", "logging", "checkpoint", "retriever", "sampler"}
+  assert {"mesh.tensor", "checkpoint.every", "retriever.url", "sampler.urls"} <= set(
+    settings.free()
+  )
+  assert not {"sampler.name", "retriever.name", "retriever.index", "seed", "eval.every"} & set(
+    settings.free()
+  )
+  assert [name for name, rule in RULES.items() if rule.grows] == ["num_steps"]
+
+
+###  What does not go together  ###
+
+
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
+    ({"advantage.name": "gn"}, "advantage.name='gn' nothing to compare"),
+    ({"advantage.name": "loo"}, "advantage.name='loo' nothing to compare"),
+    ({"advantage.name": "blend", "advantage.over": "question"}, "nothing to compare"),
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_group_of_one_is_refused_where_it_leaves_nothing_to_learn(changes, sentence):
+  with pytest.raises(ValueError, match=f"samples_per_question=1 leaves.*{sentence}|{sentence}"):
+    build.build(smallest(**{"rollout.samples_per_question": 1} | changes), task=False)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"advantage.name": "reinforce"},
+    {"advantage.name": "reinforce_batch"},
+    {"advantage.name": "blend", "advantage.over": "batch"},
+  ],
+  ids=lambda value: "-".join(value.values()),
+)
+def test_a_group_of_one_is_fine_where_the_batch_or_nothing_is_compared_with(changes):
+  build.build(smallest(**{"rollout.samples_per_question": 1} | changes), task=False)
+
+
+def test_limits_that_a_protocol_cannot_keep_to_are_refused_with_the_world():
+  with pytest.raises(ValueError, match="max_observation_tokens is 2, but .* takes"):
+    build.build(smallest(**{"rollout.max_observation_tokens": 2}))
+
+
+def test_all_that_a_preset_lacks_is_listed_with_the_command_that_gets_each(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  config = search_r1.get_config("base")
+  config.sampler.devices, config.retriever.url = 1, "http://me:secret@127.0.0.1:9"
+  with pytest.raises(FileNotFoundError) as error:
+    build.build(config)
+  head, *parts = str(error.value).splitlines()
+  assert head == "4 parts of this run are missing:"
+  wanted = ["hf download Qwen", "prepare_data.py", "prepare_data.py", "serve_retriever.py"]
+  assert len(parts) == 4 and all(a in b for a, b in zip(wanted, parts)), parts
+  assert "secret" not in str(error.value) and "http://***@127.0.0.1:9" in parts[3]
+
+
+def test_what_was_checked_is_what_the_run_has():
+  run = build.build(smallest())
+  assert run.last.packing.length == 128 and run.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1}
+  assert run.partition.num_strata == 4 and run.model.width == 16
+  assert run.task.held_out(3) is run.task.held_out(3)
+  assert [one.stage.name for one in run.stages] == ["warm_start", "reinforcement"]
+  without = build.build(smallest(**{"warm_start.num_steps": 0}), task=False)
+  assert len(without.stages) == 1 and without.task is None
+
+
+###  Passwords  ###
+
+
+@pytest.mark.parametrize(
+  "url, shown",
+  [
+    ("http://a:1", "http://a:1"),
+    ("http://me:pw@a:1/retrieve", "http://***@a:1/retrieve"),
+    ("http://me:p@w@a", "http://***@a"),
+    ("http://me@[::1", "***"),
+  ],
+)
+def test_a_password_in_a_url_is_not_shown(url, shown):
+  assert configs.without_password(url) == shown
+
+
+def test_a_workdir_and_the_page_of_fields_hold_no_password(tmp_path):
+  from stratified.runs.checkpoint import check_config
+
+  config = smallest()
+  config.retriever.url = "http://me:pw@127.0.0.1:1"
+  config.sampler.urls = "http://127.0.0.1:2,http://me:pw@127.0.0.1:3"
+  check_config(tmp_path, json.loads(config.to_json()), RULES)
+  stored = json.loads((tmp_path / "config.json").read_text())
+  assert stored["retriever"]["url"] == "http://***@127.0.0.1:1"
+  assert stored["sampler"]["urls"] == "http://127.0.0.1:2,http://***@127.0.0.1:3"
+  assert "pw@" not in explain.text(config) + explain.markdown(config)
+
+
+###  The page of fields  ###
+
+
+def test_the_page_in_docs_is_the_one_that_the_program_prints():
+  made = explain.markdown(search_r1.get_config("tiny"))
+  assert (ROOT / "docs" / "configuration.md").read_text() == made
+  assert all(f"| `{name}` |" in made for name in RULES)
+
+
+def test_the_page_says_what_differs_from_the_default():
+  config = search_r1.get_config("tiny")
+  config.advantage.kappa = 2.0
+  text = explain.text(config)
+  assert re.search(r"num_steps +300 \(default 200\) +steps of reinforcement", text)
+  assert re.search(r"advantage.kappa +2 \(default none\)", text)
+  assert "one of k1, k2, k3; changes training" in text
+  assert "changes rounding (free to change)" in text and "changes training (may grow)" in text
+
+
+###  The command line  ###
+
+
+def start(program, *flags):
+  command = [sys.executable, f"experiments/{program}.py", *flags]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+  "program, flags, sentence",
+  [
+    ("train", ["--config.advantage.alhpa=1"], "--config.advantage.alhpa is no field of a config; "
+     "did you mean --config.advantage.alpha?"),
+    ("train", ["--config.num_steps=abc"], "--config.num_steps=abc must be a whole number, at "),
+    ("train", ["--config=configs/search_r1.py:bix"], "--config=configs/search_r1.py:bix: preset "
+     "'bix' is unknown; choose one of"),
+    ("train", ["--config=configs/none.py"], "--config=configs/none.py names no config file"),
+    ("train", ["--wrokdir=x"], "--wrokdir is no flag; did you mean --workdir?"),
+    ("train", ["configs/search_r1.py:base"], "is --config=configs/search_r1.py:base meant?"),
+    ("train", [], "--workdir is missing"),
+    ("sweep", ["--workdir=x", "alpha"], "'alpha' is no flag, and sweep.py takes nothing else"),
+    ("report", [], "--workdir is missing: The run's folder."),
+  ],
+)  # fmt: skip
+def test_a_mistake_on_the_command_line_is_one_line_and_status_2(program, flags, sentence):
+  done = start(program, *flags)
+  lines = done.stderr.strip().splitlines()
+  assert done.returncode == 2 and len(lines) == 1 and sentence in lines[0], done.stderr[-2000:]
+  assert done.stdout == ""
+
+
+def test_every_program_goes_through_the_one_command_line():
+  for path in (ROOT / "experiments").glob("*.py"):
+    text = path.read_text()
+    if "absl" in text:
+      assert "command_line.run(main" in text and "app.run" not in text, path
+
+
+def test_the_page_needs_no_workdir_and_takes_overrides():
+  done = start("train", "--config.seed=7", "--explain")
+  assert done.returncode == 0 and re.search(r"^seed +7 \(default 0\)", done.stdout)
+
+
+def test_ctrl_c_ends_with_status_130(monkeypatch, capsys):
+  def stopped(*_, **__):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(command_line.app, "run", stopped)
+  with pytest.raises(SystemExit) as status:
+    command_line.run(stopped)
+  assert status.value.code == 130 and capsys.readouterr().err == "interrupted\n"
