@@ -33,26 +33,34 @@ from stratified.tools.base import Tool
 from stratified.tools.search import Search
 
 PROMPT = """\
-Answer the question at the end. Reason first. If you lack a fact, call the search tool; queries that do not depend on \
-each other may go into one call, and you may call it several times. As soon as you know enough, write the answer \
-between <answer> and </answer>: only the short answer itself, no explanation, as in <answer> Lisbon </answer>.
+Answer the question at the end. Reason first. If you lack a fact, call the search tool; queries \
+that do not depend on \
+each other may go into one call, and you may call it several times. As soon as you know enough, \
+write the answer \
+between <answer> and </answer>: only the short answer itself, no explanation, as in <answer> \
+Lisbon </answer>.
 Question: {question}
 """
 
 PROMPT_OF_TOOLS = """\
-Answer the question at the end. Reason first. Call a tool for whatever you can't be sure of by yourself: {tools}. As \
-soon as you know enough, write the answer between <answer> and </answer>: only the short answer itself, no \
+Answer the question at the end. Reason first. Call a tool for whatever you can't be sure of by \
+yourself: {tools}. As \
+soon as you know enough, write the answer between <answer> and </answer>: only the short answer \
+itself, no \
 explanation, as in <answer> Lisbon </answer>.
 Question: {question}
 """
 
 CORRECTIVE = """\
-That held neither a call of the search tool that can be read nor an answer. A call is one JSON object between \
-<tool_call> and </tool_call>: {"name": "search", "arguments": {"query_list": ["..."]}}. An answer stands between \
+That held neither a call of the search tool that can be read nor an answer. A call is one JSON \
+object between \
+<tool_call> and </tool_call>: {"name": "search", "arguments": {"query_list": ["..."]}}. An answer \
+stands between \
 <answer> and </answer>. Try again."""
 
 CORRECTIVE_OF_TOOLS = """\
-That held neither a call of a tool that can be read nor an answer. A call is one JSON object between <tool_call> and \
+That held neither a call of a tool that can be read nor an answer. A call is one JSON object \
+between <tool_call> and \
 </tool_call>, such as {call}. An answer stands between <answer> and </answer>. Try again."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -5,7 +5,8 @@ from stratified.agents.baselines.moves import answer, answering, Key
 from stratified.types import Question
 
 DIRECT = """\
-Answer the question with the short answer alone: no explanation, no whole sentence. Write it between <answer> and \
+Answer the question with the short answer alone: no explanation, no whole sentence. Write it \
+between <answer> and \
 </answer>, as in <answer> Lisbon </answer>.
 Question: {question}
 """
@@ -25,7 +26,8 @@ Question: {question}
 
 
 COT = """\
-Answer the question. First think it through step by step between <think> and </think>. Then write the answer between \
+Answer the question. First think it through step by step between <think> and </think>. Then write \
+the answer between \
 <answer> and </answer>: only the short answer itself, as in <answer> Lisbon </answer>.
 Question: {question}
 """
@@ -35,7 +37,8 @@ COT_FEW_SHOT = """\
 Answer each question. Think first, then write the short answer between <answer> and </answer>.
 
 Question: Which ocean lies to the west of the country whose capital is Lisbon?
-<think> Lisbon is the capital of Portugal. The ocean to the west of Portugal is the Atlantic Ocean. </think>
+<think> Lisbon is the capital of Portugal. The ocean to the west of Portugal is the Atlantic \
+Ocean. </think>
 <answer> Atlantic Ocean </answer>
 
 Question: Who wrote the novel Frankenstein?
