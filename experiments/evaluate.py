@@ -63,9 +63,11 @@ def main(_) -> None:
     config, stored = _config(workdir)
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
+    if _QUESTIONS.value > 0:
+      config.eval.questions = _QUESTIONS.value
     made = build.build(config)
     limits = worlds.limits(config, forced_searches=_FORCED.value)
-    world, count = made.world, _QUESTIONS.value or config.eval.questions
+    world, count = made.world, _QUESTIONS.value if _QUESTIONS.value < 0 else config.eval.questions
     sets = runner.question_sets(config, world, _SETS.value, None if count < 0 else count)
     runner.check_shared(sets, others)
   except (ValueError, OSError) as error:
