@@ -1,4 +1,4 @@
-"""All settings of a run: the classes that declare them, and what follows from their declarations."""
+"""All settings of a run: the classes that declare them, and what follows from what they say."""
 
 import dataclasses
 import functools
