@@ -194,7 +194,7 @@ def tensors():
 
 
 def test_pytorch_reads_the_tensors_that_were_written_without_it():
-  torch = pytest.importorskip("torch", reason="needs torch, which reads what is written")
+  pytest.importorskip("torch", reason="needs torch, which reads what is written")
   found = pickle.loads(torch_wire.named_tensors(tensors()))  # bytes that were made two lines above
   for (name, value), (read_name, tensor) in zip(tensors(), found, strict=True):
     assert name == read_name and tensor.is_contiguous()

@@ -43,12 +43,13 @@ SETTINGS = {
   "checkpoint.every": 2,
 }
 KEYS = """
-    step reward/mean reward/exact_match rollout/searches_mean rollout/tokens_per_second rollout/failed
-    rollout/invalid_actions rollout/staleness advantage/zero_share advantage/rms strata/count strata/singleton_share
-    strata/share_0 strata/share_1 theory/between_stratum_variance theory/normalization_effect
-    theory/cross_stratum_offset_rms loss/policy loss/kl policy/entropy policy/clip_share policy/logp_gap_mean
-    policy/logp_gap_max grad/norm time/rollout_s time/update_s update/tokens_per_second update/padding_share
-    update/skipped""".split()
+    step reward/mean reward/exact_match rollout/searches_mean rollout/tokens_per_second
+    rollout/failed rollout/invalid_actions rollout/staleness advantage/zero_share advantage/rms
+    strata/count strata/singleton_share strata/share_0 strata/share_1
+    theory/between_stratum_variance theory/normalization_effect theory/cross_stratum_offset_rms
+    loss/policy loss/kl policy/entropy policy/clip_share policy/logp_gap_mean
+    policy/logp_gap_max grad/norm time/rollout_s time/update_s update/tokens_per_second
+    update/padding_share update/skipped""".split()
 
 
 def command(workdir, **changes):

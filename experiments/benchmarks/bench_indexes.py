@@ -36,8 +36,7 @@ from stratified.retrieval.memory import IndexConfig
 TOPK = 3
 
 
-# --- recall
-# -------------------------------------------------------------------------------------------------
+###  Recall  ###
 
 
 def gold_questions(folder: pathlib.Path) -> dict[str, list[tuple[str, list[str]]]]:
@@ -142,8 +141,7 @@ def measure_recall(a) -> None:
     a.json.write_text(json.dumps(rows, indent=1))
 
 
-# --- scale
-# --------------------------------------------------------------------------------------------------
+###  Scale  ###
 
 
 class RandomVectors:

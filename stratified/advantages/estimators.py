@@ -90,15 +90,15 @@ class AdvantageSettings(Settings):
     """Raises ValueError where groups of K rollouts are too small for these options."""
     if self.ddof >= samples_per_question:
       raise ValueError(
-        f"advantage.ddof={self.ddof}, but the standard deviation of a group divides by K - ddof and "
-        f"K is {samples_per_question}; lower it below rollout.samples_per_question (0 is the "
+        f"advantage.ddof={self.ddof}, but the standard deviation of a group divides by K - ddof "
+        f"and K is {samples_per_question}; lower it below rollout.samples_per_question (0 is the "
         "paper's)"
       )
     if samples_per_question == 1 and self.is_relative:
       raise ValueError(
         f"rollout.samples_per_question=1 leaves advantage.name={self.name!r} nothing to compare a "
-        "rollout with, so that every advantage is 0; sample at least 2, or choose one of reinforce, "
-        f"{', '.join(sorted(BATCH))}"
+        "rollout with, so that every advantage is 0; sample at least 2, or choose one of "
+        f"reinforce, {', '.join(sorted(BATCH))}"
       )
 
   @property

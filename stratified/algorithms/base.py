@@ -2,7 +2,8 @@
 
 The learner is blind to the method. A step's loss is a sum of components; component `name` is
 
-    sum over tokens of  weight(token) x loss(token),   weight = stream / (what aggregation divides by)
+    sum over tokens of  weight(token) x loss(token)
+    weight = stream / (what aggregation divides by)
 
 where the stream of that name says on the host how much each token counts. A step is
 

@@ -86,8 +86,8 @@ class PolicyLossSettings(Settings):
       )
     if self.importance == "sequence" and not self.importance_cap:
       raise ValueError(
-        "loss.importance='sequence' does nothing without a cap; set --config.loss.importance_cap=2, "
-        "or leave importance at token"
+        "loss.importance='sequence' does nothing without a cap; set "
+        "--config.loss.importance_cap=2, or leave importance at token"
       )
 
 

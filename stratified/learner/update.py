@@ -199,7 +199,7 @@ def _counts(batch: Batch, m, mini_batches: int) -> Counts:
 
 
 def _weighted(components: dict[str, Loss], micro: Batch, counts: Counts):
-  """(loss, (sums, maxima)) of a micro-batch: weight x loss over all components; all are additive."""
+  """(loss, (sums, maxima)) of a micro-batch: weight x loss over all components; both add up."""
   totals, sums, maxima = [], {}, {}
   for name, loss in components.items():
     stream = micro.stream_art[name]

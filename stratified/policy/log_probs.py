@@ -2,8 +2,8 @@
 
 For each position t the logits z_v = hidden_t . w_v / temperature give
 
-    logp = z_target - log sum_v exp z_v            entropy = log sum_v exp z_v - sum_v softmax(z)_v
-                                                   z_v
+    logp = z_target - log sum_v exp z_v
+    entropy = log sum_v exp z_v - sum_v softmax(z)_v z_v
 
 computed in chunks of positions whose logits the backward pass makes again. The vocabulary is split
 over the axes `tensor` and `fsdp`: each device takes the hidden states of its `fsdp` group, reduces
