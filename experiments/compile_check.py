@@ -2,8 +2,8 @@
 least.
 
     python experiments/compile_check.py --config=configs/search_r1.py:base --topology=v5e:4x4
-    python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8
-    --config.lora.rank=64
+    python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8 \\
+        --config.lora.rank=64
 
 Compiles the real update and the sampler's real prefill and decode for the chips of a topology (v5e,
 v5p, v6e by their grid, or N forced CPU devices), without weights, data or any chip: where

@@ -27,7 +27,9 @@ class AdvantageSettings(Settings):
   """The estimator of the advantage, and its options; None leaves the estimator's own default."""
 
   SECTION: ClassVar[str] = "advantage"
-  name: str = option("blend", f"the estimator: {', '.join(GROUP | BATCH)}")
+  name: str = option(
+    "blend", "the estimator: gn, san, blend, loo, dr_grpo, ... (advantages/estimators.py)"
+  )
   alpha: float | None = option(0.6, "blend: weight of SAN against GN", low=0, high=1)
   eps: float = option(1e-6, "added to a standard deviation, in units of reward", low=0)
   ddof: int = option(0, "a standard deviation divides by n - ddof", low=0)

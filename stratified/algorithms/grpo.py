@@ -52,8 +52,7 @@ class PolicyLossSettings(Settings):
   )
   old_log_probs: str = setting(
     "trainer",
-    "whose log-probs the ratio is taken to: the trainer's before the step's first update, "
-    "or the sampler's",
+    "the ratio is to the log-probs of: the trainer before the step's first update, or the sampler",
     choices=("trainer", "sampler"),
     affects=TRAINING,
   )
