@@ -66,9 +66,11 @@ def main(_) -> None:
     config, stored = _config(workdir)
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
+    if _QUESTIONS.value > 0:
+      config.eval.questions = _QUESTIONS.value
     made = build.build(config)
     limits = base.limits(config, forced_searches=_FORCED.value)
-    task, count = made.task, _QUESTIONS.value or config.eval.questions
+    task, count = made.task, _QUESTIONS.value if _QUESTIONS.value < 0 else config.eval.questions
     sets = evaluations.question_sets(task, _SETS.value, None if count < 0 else count)
     paired.check_shared({name: questions for name, (questions, _) in sets.items()}, others)
   except (ValueError, OSError) as error:

@@ -38,6 +38,19 @@ def clipped_surrogate(logp, old_logp, advantage, *, clip_ratio, clip_ratio_high=
   return -objective, clipped.astype(logp.dtype)
 
 
+def clipped_value_loss(value, old_value, target, *, clip):
+  """max((V - G)^2, (V_clip - G)^2) / 2 with V_clip = V held to old_value +- clip; clip 0 is none.
+
+  PPO's value loss (arXiv 2005.12729, section 3.1).
+  """
+  chex.assert_equal_shape([value, old_value, target])
+  loss = jnp.square(value - target)
+  if clip:
+    held = jnp.clip(value, old_value - clip, old_value + clip)
+    loss = jnp.maximum(loss, jnp.square(held - target))
+  return loss / 2
+
+
 def kl_estimate(logp, reference_logp, *, estimator):
   """Estimate of KL(policy || reference) at sampled tokens (Schulman, "Approximating KL divergence",
   2020).

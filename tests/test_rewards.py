@@ -257,3 +257,55 @@ def test_a_lost_rollout_has_no_reward():
 def test_common_words_count_as_often_as_both_hold_them():
   words = collections.Counter("x x x y".split()) & collections.Counter("x x z".split())
   assert rewards.f1("x x x y", ["x x z"]) == pytest.approx(2 * sum(words.values()) / 7)
+
+
+###  Sums of parts  ###
+
+
+def worth(name, *args, **fields):
+  return rewards.make(name)(trajectory(*args, **fields))
+
+
+def test_a_sum_of_parts_has_each_part_and_its_weight():
+  score = worth("exact_match + 0.25*format - .5*no_answer", "Oslo")
+  assert score.total == 1.25 and dict(score.parts) == dict(exact_match=1, format=1, no_answer=0)
+  score = worth("exact_match+0.25 * format - 0.5*no_answer", None, "turns")
+  assert score.total == -0.5 and score.parts["no_answer"] == 1.0
+  assert worth("-2*calls", "Oslo").total == -2 * trajectory("Oslo").num_calls()
+  assert worth("f1", "in Oslo").total == pytest.approx(2 / 3)
+  assert worth("exact_match_or_format", "Bergen").total == 0.1
+  assert worth("exact_match_or_format", "Oslo").total == 1.0
+  assert worth("f1_or_format", "in Oslo").total == pytest.approx(2 / 3)
+  assert worth("f1_or_format", "Bergen").total == 0.1
+
+
+def test_a_mean_of_each_part_is_logged():
+  reward = rewards.make("exact_match + f1")
+  scores = [reward(trajectory("Oslo")), reward(trajectory("Bergen"))]
+  assert rewards.parts_row(scores) == {"reward/exact_match": 0.5, "reward/f1": 0.5}
+
+
+@pytest.mark.parametrize(
+  "name, message",
+  [
+    ("", "must be a sum of parts"),
+    ("exact_match f1", "must be a sum of parts"),
+    ("exact_match +", "must be a sum of parts"),
+    ("2 exact_match", "must be a sum of parts"),
+    ("exact_match*2", "must be a sum of parts"),
+    ("max(exact_match, f1)", "'max' is no reward"),
+    ("exact", "'exact' is no reward; choose from exact_match, f1"),
+    ("f1 - 0.5*f1", "names 'f1' twice"),
+    (":f", "as module:function"),
+    (".x:f", "as module:function"),
+  ],
+)
+def test_a_wrong_sum_is_one_sentence(name, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    rewards.make(name)
+  assert "\n" not in str(caught.value)
+
+
+def test_a_lost_rollout_is_never_scored_by_a_sum():
+  with pytest.raises(ValueError, match="was lost to a fault .*mask it"):
+    worth("exact_match", "Oslo", "fault", "no reply")

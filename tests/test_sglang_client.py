@@ -819,7 +819,7 @@ def test_a_config_names_its_servers_and_the_tolerance_follows_the_dtype():
   "change, says",
   [
     (dict(urls=""), "sampler.urls is empty"),
-    (dict(sync="magic"), "sampler.sync='magic' is unknown; choose one of disk, tensor, group"),
+    (dict(sync="magic"), "sampler.sync='magic' is unknown; choose one of disk, group, tensor"),
     (dict(timeout_s=-1.0), "sampler.timeout_s=-1"),
     (dict(sync="group", helper_python="/nowhere/python"), "make sglang"),
   ],

@@ -13,6 +13,7 @@ from stratified.agents.limits import fit, Limits
 from stratified.agents.tool_calls import described, read_call, ToolCalls
 from stratified.retrieval.corpus import Passage
 from stratified.sampling.interface import Completion
+from stratified.tools.calculator import Calculator
 from stratified.tools.search import Search
 from stratified.types import Question
 
@@ -411,3 +412,51 @@ def test_an_empty_result_is_an_observation_too():
     "\n<|im_start|>user\n<tool_response>\nNo passages found.\n</tool_response><|im_end|>\n"
     "<|im_start|>assistant\n"
   )
+
+
+###  Several tools  ###
+
+
+class Pair:
+  name, description = "pair", "Takes two numbers."
+  schema = {
+    "type": "object",
+    "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+    "required": ["a", "b"],
+  }
+
+
+TOOLS = (Search, Calculator, Pair)
+
+
+@pytest.mark.parametrize(
+  "text, calls",
+  [
+    ('{"name": "calculator", "arguments": {"expression": " 1+1 "}}', (("calculator", "1+1"),)),
+    (
+      '{"name": "calculator", "arguments": {"expression": ["1", "2"]}}',
+      (("calculator", "1"), ("calculator", "2")),
+    ),
+    ('{"name": "search", "arguments": {"query": "a"}}', (("search", "a"),)),
+    ('{"name": "calculator", "arguments": {"query": "a"}}', None),
+    ('{"name": "pair", "arguments": {"a": 1, "b": 2}}', (("pair", '{"a": 1, "b": 2}'),)),
+    ('{"name": "pair", "arguments": {"a": 1}}', None),
+    ('{"name": "clock", "arguments": {"expression": "1"}}', None),
+  ],
+)
+def test_a_call_names_its_tool(text, calls):
+  assert read_call(text, TOOLS) == calls
+
+
+def test_a_turn_may_call_several_tools_each_with_a_response_of_its_own():
+  protocol = tool_calls.tool_calls(CHAT, Tokenizer(), (Search, Calculator))
+  for tool in (Search, Calculator):
+    assert json.dumps(described(tool), ensure_ascii=False) in protocol.prompt("How old?")
+  turn = call("Oslo", "Nowhere") + protocol.opening("calculator") + "2*21"
+  turn += protocol.closing("calculator")
+  action = protocol.parse(turn)
+  assert action.calls == (*asked("Oslo", "Nowhere"), ("calculator", "2*21"))
+  assert action.sizes == (2, 1)
+  information = protocol.information([PAGES["Oslo"][:1], (), ("42",)], action.sizes)
+  assert [piece.count("Doc 1") for piece in information.pieces] == [1, 0]
+  assert information.pieces[1].endswith("42")

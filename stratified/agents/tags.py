@@ -23,6 +23,8 @@ from typing import Literal
 
 from stratified.agents import prompts
 from stratified.retrieval.corpus import Passage
+from stratified.tools.base import Tool
+from stratified.tools.search import Search
 
 ANSWER = "answer"  # every other tag that is an action bears the name of a tool
 
@@ -179,32 +181,50 @@ class Tags:
 
 
 def search_r1(
-  render: Callable[[str], str] | None = None, tools: Sequence[str] = ("search",)
+  render: Callable[[str], str] | None = None, tools: Sequence[Tool | type[Tool]] = (Search,)
 ) -> Tags:
-  """The long instruction for real models, as one user message; it speaks of search alone."""
-  return Tags(render=render, tools=tuple(tools))
+  """The long instruction for real models, as one user message; it names the tools."""
+  names = tuple(tool.name for tool in tools)
+  if names == ("search",):
+    return Tags(render=render)
+  tagged = {tool.name: f"<{tool.name}> and </{tool.name}>" for tool in tools}
+  told = [f"{tagged[tool.name]} ({tool.description.rstrip('.')})" for tool in tools]
+  return Tags(
+    template=prompts.TOOLS.replace("{tools}", "; ".join(told)),
+    render=render,
+    corrective=prompts.CORRECTIVE_OF_TOOLS.replace("{tags}", ", ".join(tagged.values())),
+    tools=names,
+  )
 
 
 def few_shot(
-  render: Callable[[str], str] | None = None, tools: Sequence[str] = ("search",)
+  render: Callable[[str], str] | None = None, tools: Sequence[Tool | type[Tool]] = (Search,)
 ) -> Tags:
   """A short instruction and two worked examples, for a small real model that has not learnt the
   format.
 
   Best without a chat template: SmolLM2-135M-Instruct continues the examples, but inside its
-  template it answers in plain words.
+  template it answers in plain words. Raises ValueError for other tools than search.
   """
-  return Tags(template=prompts.FEW_SHOT, render=render, tools=tuple(tools), before="\n", after="\n")
+  names = [tool.name for tool in tools]
+  if names != ["search"]:
+    raise ValueError(
+      "rollout.protocol='few_shot' shows worked examples of search, and the tools are "
+      f"{', '.join(names) or 'none'}; choose search_r1, short or tool_calls"
+    )
+  return Tags(template=prompts.FEW_SHOT, render=render, before="\n", after="\n")
 
 
-def short(render: Callable[[str], str] | None = None, tools: Sequence[str] = ("search",)) -> Tags:
+def short(
+  render: Callable[[str], str] | None = None, tools: Sequence[Tool | type[Tool]] = (Search,)
+) -> Tags:
   """As few tokens as the format allows, for the tiny policy."""
-  searching = "search" in tools
+  names = tuple(tool.name for tool in tools)
   return Tags(
     template=prompts.SHORT,
     render=render,
-    corrective=prompts.SHORT_CORRECTIVE if searching else prompts.SHORT_NO_CALL,
-    tools=tuple(tools),
+    corrective=prompts.SHORT_CORRECTIVE if "search" in names else prompts.SHORT_NO_CALL,
+    tools=names,
     before="",
     after="",
   )

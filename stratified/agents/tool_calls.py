@@ -4,7 +4,8 @@ as a tool's response.
     <tool_call>                                           written by the policy, one or several
     {"name": "search", "arguments": {"query_list": ["a query", "another"]}}
     </tool_call><|im_end|>
-    <|im_start|>user                                      fed back, masked, as the template puts it
+    <|im_start|>user                                      fed back, masked: what the template puts
+                                                          there
     <tool_response>
     Doc 1(Title: ...) ...
     </tool_response><|im_end|>
@@ -33,28 +34,34 @@ from stratified.tools.search import Search
 
 PROMPT = """\
 Answer the question at the end. Reason first. If you lack a fact, call the search tool; queries \
-that do not depend on each other may go into one call, and you may call it several times. As soon \
-as you know enough, write the answer between <answer> and </answer>: only the short answer itself, \
-no explanation, as in <answer> Lisbon </answer>.
+that do not depend on \
+each other may go into one call, and you may call it several times. As soon as you know enough, \
+write the answer \
+between <answer> and </answer>: only the short answer itself, no explanation, as in <answer> \
+Lisbon </answer>.
 Question: {question}
 """
 
 PROMPT_OF_TOOLS = """\
 Answer the question at the end. Reason first. Call a tool for whatever you can't be sure of by \
-yourself: {tools}. As soon as you know enough, write the answer between <answer> and </answer>: \
-only the short answer itself, no explanation, as in <answer> Lisbon </answer>.
+yourself: {tools}. As \
+soon as you know enough, write the answer between <answer> and </answer>: only the short answer \
+itself, no \
+explanation, as in <answer> Lisbon </answer>.
 Question: {question}
 """
 
 CORRECTIVE = """\
 That held neither a call of the search tool that can be read nor an answer. A call is one JSON \
-object between <tool_call> and </tool_call>: {"name": "search", "arguments": {"query_list": \
-["..."]}}. An answer stands between <answer> and </answer>. Try again."""
+object between \
+<tool_call> and </tool_call>: {"name": "search", "arguments": {"query_list": ["..."]}}. An answer \
+stands between \
+<answer> and </answer>. Try again."""
 
 CORRECTIVE_OF_TOOLS = """\
 That held neither a call of a tool that can be read nor an answer. A call is one JSON object \
-between <tool_call> and </tool_call>, such as {call}. An answer stands between <answer> and \
-</answer>. Try again."""
+between <tool_call> and \
+</tool_call>, such as {call}. An answer stands between <answer> and </answer>. Try again."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _MARKS = tuple(chr(0xE000 + i) * 3 for i in range(4))  # private characters, which no template knows

@@ -57,7 +57,7 @@ STEPS = {
 QUESTIONS = (
   "How many {t} does {n} have now?",
   "How many {t} are left at the house of {n}?",
-  "Now how many {t} does {n} have left?",
+  "How many {t} does {n} have left at the house?",
 )
 
 

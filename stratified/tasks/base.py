@@ -162,7 +162,7 @@ def protocol(config, tools: Sequence[Tool | type[Tool]]):
   render = chat.load(config.policy.checkpoint).user if config.rollout.chat_template else None
   if name in methods.PROTOCOLS:  # they search, and call no other tool
     return TAGS[name](render=render)
-  return TAGS[name](render=render, tools=[tool.name for tool in tools])
+  return TAGS[name](render=render, tools=tools)
 
 
 def from_checkpoint(config) -> Tokenizer:

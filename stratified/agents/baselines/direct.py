@@ -6,7 +6,8 @@ from stratified.types import Question
 
 DIRECT = """\
 Answer the question with the short answer alone: no explanation, no whole sentence. Write it \
-between <answer> and </answer>, as in <answer> Lisbon </answer>.
+between <answer> and \
+</answer>, as in <answer> Lisbon </answer>.
 Question: {question}
 """
 
@@ -26,8 +27,8 @@ Question: {question}
 
 COT = """\
 Answer the question. First think it through step by step between <think> and </think>. Then write \
-the answer between <answer> and </answer>: only the short answer itself, as in <answer> Lisbon \
-</answer>.
+the answer between \
+<answer> and </answer>: only the short answer itself, as in <answer> Lisbon </answer>.
 Question: {question}
 """
 

@@ -25,9 +25,12 @@ TAGS_IN_TEXT = re.compile(r"</?(?:think|search|answer|information)>")
 
 IRCOT = """\
 Answer the question by reasoning in short sentences, one a line. Each sentence states one fact \
-that follows from the passages or from what you know. After a sentence you may be given new \
-passages between <information> and </information>; they were found with it. When the facts \
-suffice, write on a line of its own: So the answer is: <answer> the short answer </answer>
+that follows from the \
+passages or from what you know. After a sentence you may be given new passages between \
+<information> and \
+</information>; they were found with it. When the facts suffice, write on a line of its own: So \
+the answer is: \
+<answer> the short answer </answer>
 {passages}Question: {question}
 """
 
@@ -35,7 +38,8 @@ suffice, write on a line of its own: So the answer is: <answer> the short answer
 IRCOT_FEW_SHOT = (
   f"""\
 Answer each question. Write one fact on each line; passages found for it come back between \
-<information> and </information>. Then write the short answer between <answer> and </answer>.
+<information> and \
+</information>. Then write the short answer between <answer> and </answer>.
 
 Question: Which ocean lies to the west of the country whose capital is Lisbon?
 <information>Doc 1(Title: Lisbon) Lisbon is the capital and the largest city of \
@@ -55,6 +59,17 @@ So the answer is: <answer> Mary Shelley </answer>
 Question: {question}
 {passages}"""
 )
+
+SEARCH_O1 = """\
+Answer the question at the end. Reason step by step. Whenever you are not sure of a fact, stop \
+and ask a search engine \
+for it: write a query between <search> and </search>. What its pages say about the query is \
+summed up for you between \
+<information> and </information>; then go on reasoning. You may search several times. When you \
+know the answer, write \
+it between <answer> and </answer>: only the short answer itself, as in <answer> Lisbon </answer>.
+Question: {question}
+"""
 
 
 def interleave(

@@ -15,13 +15,15 @@ Key = tuple[int, int, int]
 
 # The two examples of prompts.FEW_SHOT, so that no method sees another fact than its rivals.
 PORTUGAL = """\
-<information>Doc 1(Title: Portugal) Portugal is a country on the Iberian Peninsula. It is bordered \
-by Spain to the north and east and by the Atlantic Ocean to the west and south.</information>"""
+<information>Doc 1(Title: Portugal) Portugal is a country on the Iberian Peninsula. It is \
+bordered by Spain to the \
+north and east and by the Atlantic Ocean to the west and south.</information>"""
 
 
 FRANKENSTEIN = """\
 <information>Doc 1(Title: Frankenstein) Frankenstein; or, The Modern Prometheus is an 1818 novel \
-written by the English author Mary Shelley.</information>"""
+written by the \
+English author Mary Shelley.</information>"""
 
 
 def answer(agent: Agent, begin: bool = False) -> Turns:

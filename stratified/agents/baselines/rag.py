@@ -15,7 +15,8 @@ RAG = """\
 Answer the question. These passages were found for it; they may help, or be about something else:
 {passages}
 Write the short answer alone, between <answer> and </answer>, as in <answer> Lisbon </answer>: no \
-explanation, no whole sentence.
+explanation, no \
+whole sentence.
 Question: {question}
 """
 
@@ -23,7 +24,8 @@ Question: {question}
 RAG_FEW_SHOT = (
   f"""\
 Answer each question from the passages between <information> and </information>. Write the short \
-answer between <answer> and </answer>.
+answer between \
+<answer> and </answer>.
 
 Question: Which ocean lies to the west of the country whose capital is Lisbon?
 {PORTUGAL}

@@ -17,20 +17,24 @@ from stratified.retrieval.corpus import Passage
 from stratified.types import Question
 
 SEARCH_O1 = """\
-Answer the question at the end. Reason step by step. Whenever you are not sure of a fact, stop and \
-ask a search engine for it: write a query between <search> and </search>. What its pages say about \
-the query is summed up for you between <information> and </information>; then go on reasoning. You \
-may search several times. When you know the answer, write it between <answer> and </answer>: only \
-the short answer itself, as in <answer> Lisbon </answer>.
+Answer the question at the end. Reason step by step. Whenever you are not sure of a fact, stop \
+and ask a search engine \
+for it: write a query between <search> and </search>. What its pages say about the query is \
+summed up for you between \
+<information> and </information>; then go on reasoning. You may search several times. When you \
+know the answer, write \
+it between <answer> and </answer>: only the short answer itself, as in <answer> Lisbon </answer>.
 Question: {question}
 """
 
 
 DIGEST = """\
 Somebody reasons towards the answer of a question and has searched for a fact that the reasoning \
-needs. Read the passages that the search found and write down, in a few sentences, only what they \
-say that answers the query or helps with the next step. Use the passages alone. If nothing in them \
-helps, write exactly: No helpful information found.
+needs. Read the \
+passages that the search found and write down, in a few sentences, only what they say that \
+answers the query or helps \
+with the next step. Use the passages alone. If nothing in them helps, write exactly: No helpful \
+information found.
 
 Question: {question}
 
@@ -45,8 +49,33 @@ What the passages say:"""
 
 SEARCH_O1_FEW_SHOT = """\
 Answer the question. To look something up, write a query between <search> and </search>; the fact \
-that was found comes back between <information> and </information>. Then write the short answer \
-between <answer> and </answer>.
+that was found comes \
+back between <information> and </information>. Then write the short answer between <answer> and \
+</answer>.
+
+Question: Which ocean lies to the west of the country whose capital is Lisbon?
+<think> Lisbon is the capital of Portugal. I need the ocean to its west. </think>
+<search> Portugal coast ocean </search>
+<information>Portugal is bordered by the Atlantic Ocean to the west and south.</information>
+<think> The fact names the ocean. </think>
+<answer> Atlantic Ocean </answer>
+
+Question: Who wrote the novel Frankenstein?
+<think> I should look up the novel. </think>
+<search> Frankenstein novel author </search>
+<information>Frankenstein is a novel of 1818 by the English author Mary Shelley.</information>
+<think> The author is Mary Shelley. </think>
+<answer> Mary Shelley </answer>
+
+Question: {question}
+"""
+
+
+SEARCH_O1_FEW_SHOT = """\
+Answer the question. To look something up, write a query between <search> and </search>; the fact \
+that was found comes \
+back between <information> and </information>. Then write the short answer between <answer> and \
+</answer>.
 
 Question: Which ocean lies to the west of the country whose capital is Lisbon?
 <think> Lisbon is the capital of Portugal. I need the ocean to its west. </think>
@@ -70,13 +99,15 @@ DIGEST_FEW_SHOT = """\
 Read the passages. Write in one sentence the fact that the search was for.
 
 Search: Portugal coast ocean
-Passages: Doc 1(Title: Portugal) Portugal is a country on the Iberian Peninsula. It is bordered by \
-Spain to the north and east and by the Atlantic Ocean to the west and south.
+Passages: Doc 1(Title: Portugal) Portugal is a country on the Iberian Peninsula. It is bordered \
+by Spain to the north \
+and east and by the Atlantic Ocean to the west and south.
 Fact: Portugal is bordered by the Atlantic Ocean to the west and south.
 
 Search: Frankenstein novel author
 Passages: Doc 1(Title: Frankenstein) Frankenstein; or, The Modern Prometheus is an 1818 novel \
-written by the English author Mary Shelley.
+written by the English \
+author Mary Shelley.
 Fact: Frankenstein is a novel of 1818 by the English author Mary Shelley.
 
 Search: {query}

@@ -195,8 +195,8 @@ def _new_held_out(
 
 
 def _chain_id(encyclopedia: Encyclopedia, chain: Chain) -> str:
-  start, path = chain.entities[0].replace(" ", "_"), ".".join(chain.relations)
-  return f"encyclopedia-{encyclopedia.seed}/{start}/{path}"
+  head = chain.entities[0].replace(" ", "_")
+  return f"encyclopedia-{encyclopedia.seed}/{head}/{'.'.join(chain.relations)}"
 
 
 def _question(encyclopedia: Encyclopedia, chain: Chain, rng: np.random.Generator) -> Question:

@@ -1,4 +1,4 @@
-"""The generated encyclopedia as a task: questions of 0 to 3 hops, answered from its pages."""
+"""The generated encyclopedia as a task: questions of 0 to 3 hops, answered by its pages."""
 
 from collections.abc import Callable
 import functools

@@ -1,0 +1,107 @@
+"""What a config names as module:name: every mistake is one sentence that names the field."""
+
+import sys
+
+import pytest
+
+from stratified import outside, rewards
+
+MODULE = """
+import math
+value = 3
+def good(trajectory): return len(trajectory.answer or "")
+def none(trajectory): return None
+def text(trajectory): return "1"
+def nan(trajectory): return math.nan
+def array(trajectory):
+  import numpy as np
+  return np.ones(2)
+def two(trajectory, other): return 1.0
+def failing(trajectory): raise KeyError("x")
+def ending(trajectory): raise SystemExit(3)
+def late(trajectory): return 1.0 if trajectory.question.id == "made-up" else float("inf")
+def exact_match(trajectory): return 0.0
+class Method:
+  def __call__(self, trajectory): return 1
+method = Method()
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+  (tmp_path / "outside_module.py").write_text(MODULE)
+  (tmp_path / "outside_broken.py").write_text("import absent_dependency\n")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr("sys.path", list(sys.path))
+
+
+@pytest.mark.parametrize(
+  "spec, message",
+  [
+    (":f", "is named module:name"),
+    (".x:f", "is named module:name"),
+    ("x:", "is named module:name"),
+    ("x.y", "is named module:name"),
+    ("a:b:c", "is named module:name"),
+    ("no_such_module:f", "no module 'no_such_module' on the Python path"),
+    ("os.nothing:f", "no module"),
+    ("sys:foo", "the module sys has no 'foo'"),
+    ("outside_module:absent", "outside_module.py has no 'absent'; define it there"),
+  ],
+)
+def test_what_cannot_be_loaded(spec, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    outside.load("a.field", spec)
+  assert str(caught.value).startswith(f"a.field is {spec!r}") and "\n" not in str(caught.value)
+
+
+def test_an_error_inside_the_module_is_not_hidden():
+  with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+    outside.load("a.field", "outside_broken:f")
+
+
+@pytest.mark.parametrize(
+  "spec, message",
+  [
+    ("os:getcwd", r"whose signature is \(\); it is called with a Trajectory"),
+    ("outside_module:two", "whose signature is .*missing a required argument: 'other'"),
+    ("outside_module:value", "which is 3 and no function"),
+    ("sys:path", "and no function; name one"),
+    ("builtins:str", "which returned .*: a reward is a number"),
+    ("builtins:len", "failed on a made-up rollout with TypeError"),
+    ("outside_module:none", "which returned None: a reward is a number"),
+    ("outside_module:text", "which returned '1': a reward is a number"),
+    ("outside_module:nan", "which returned nan: a reward is a finite number"),
+    ("outside_module:array", "a reward is one number"),
+    ("outside_module:failing", "failed on a made-up rollout with KeyError: 'x'"),
+    ("outside_module:ending", "failed on a made-up rollout with SystemExit"),
+    ("outside_module:exact_match", "a part called 'exact_match' exists"),
+  ],
+)
+def test_what_is_no_reward(spec, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    rewards.make(spec)
+  assert str(caught.value).startswith("reward.name is ") and "\n" not in str(caught.value)
+  assert len(str(caught.value)) < 400
+
+
+def test_what_is_one():
+  score = rewards.make("2*outside_module:good + exact_match - outside_module:method")(
+    rewards.made_up()
+  )
+  assert score.total == 2 * 4 + 1 - 1
+  assert dict(score.parts) == {"good": 4.0, "exact_match": 1.0, "method": 1.0}
+
+
+def test_keyword_arguments_are_part_of_the_signature():
+  with pytest.raises(ValueError, match="called with a Trajectory, eps="):
+    outside.function("a.field", "outside_module:good", "a Trajectory", named=("eps",))
+
+
+def test_a_reward_that_is_wrong_only_later_names_the_rollout():
+  import dataclasses
+
+  reward, one = rewards.make("outside_module:late"), rewards.made_up()
+  later = dataclasses.replace(one, question=dataclasses.replace(one.question, id="q9"), sample=3)
+  with pytest.raises(ValueError, match="the reward 'late' of rollout 3 of question 'q9' is inf"):
+    reward(later)
