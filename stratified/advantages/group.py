@@ -7,13 +7,12 @@ Every kernel is written for one group (`vmap` over questions is the caller's) an
   reward_k   [K] rewards, any float or integer type; accumulated and returned in float32 (float64
              stays)
   stratum_k  [K] integer stratum of each rollout, in [0, num_strata)
-  mask_k     [K] 1 or True where the rollout counts; the others enter no statistic and get 0. None:
-             all
+  mask_k     [K] 1 or True where the rollout counts; the others enter no statistic and get 0.
+             None: all
   eps        added to the standard deviation, in units of reward
   ddof       the standard deviation divides by n - ddof; a stratum or group with n <= ddof gets 0
   over       "question": [K], statistics of one group. "batch": the same formula over [Q, K], with
-             the whole
-             batch as the group and strata that cross questions
+             the whole batch as the group and strata that cross questions
 
 Names in the formulas: R_g, s_g mean and standard deviation of the group; n_k, R_k, s_k size, mean
 and standard deviation of the sample's stratum k. A constant group or stratum (a singleton too)

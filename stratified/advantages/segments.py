@@ -5,13 +5,13 @@ A `Sums` is a segment sum followed by the look-up of each sample's own segment. 
 formulations give it:
 
   * a group of at most PAIRWISE_LIMIT rollouts: sum_j [stratum_j = stratum_k] x_j, unrolled over j.
-  Neither
-    scatter nor gather, so it fuses with what surrounds it and asks nothing of the sharding; on a
-    CPU it takes between a sixth and 1.7 times the segment sums' time, as the compiler vectorises a
-    row of K or does not;
+    Neither scatter nor gather, so it fuses with what surrounds it and asks nothing of the sharding;
+    on a CPU it takes between a sixth and 1.7 times the segment sums' time, as the compiler
+    vectorises a row of K or does not;
   * a larger group: `jax.ops.segment_sum` and a look-up, whose work does not grow with the square of
-  K; * a whole batch [Q, K]: segment sums of each question, then a sum over questions, so that
-    sharded questions need an all-reduce of [num_strata] numbers and nothing else.
+    K;
+  * a whole batch [Q, K]: segment sums of each question, then a sum over questions, so that sharded
+    questions need an all-reduce of [num_strata] numbers and nothing else.
 
 Deviations are sums of differences, in two passes. Rewards that are all equal therefore deviate by
 exactly zero (in float32 the mean of equal numbers need not equal them), and a large common offset
@@ -134,7 +134,6 @@ def over_deviation(centered, std, eps):
   A deviation that is not finite makes the advantage so too: the update then skips the step and says
   so.
   """
-  flat = (std == 0) | (
-    centered == 0
-  )  # the second: masked samples stay 0 beside one that is not finite
+  # The second: masked samples stay 0 beside one that is not finite.
+  flat = (std == 0) | (centered == 0)
   return jnp.where(flat, 0, centered / jnp.where(flat, 1, std + eps))

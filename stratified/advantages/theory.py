@@ -79,8 +79,7 @@ def gradient_parts(reward_k, stratum_k, score, *, num_strata: int, mask_k=None, 
   Delta_k.
 
   score  pytree of arrays [K, ...], the gradient of each trajectory's log-prob; the parts have the
-         trailing
-         shapes and add up to (1/n) sum_i GN_i score_i
+         trailing shapes and add up to (1/n) sum_i GN_i score_i
   """
   alpha_k, san_k, offset_k = gn_parts(
     reward_k, stratum_k, num_strata=num_strata, mask_k=mask_k, eps=eps
