@@ -30,7 +30,7 @@ def of(name):
 def step(mesh, algorithm, groups, rewards, *, settings=update.UpdateSettings(), count=1):
   """(state, stats) after updates on one batch."""
   model = dataclasses.replace(CONFIG, heads=algorithm.HEADS)
-  learn = update.make_update(mesh, model, CHAIN, algorithm, settings=settings)
+  learn = update.make_update(mesh, model, CHAIN, algorithm, settings=settings, num_strata=3)
   state = states.init_state(mesh, model, parameters(model, scale=2.0), CHAIN, with_reference=True)
   batch = collate(groups, rewards=rewards, algorithm=algorithm, mini_batches=settings.mini_batches)
   for _ in range(count):
@@ -55,7 +55,7 @@ def test_every_method_fits_the_update_and_moves_the_policy(mesh, name):
 def test_ppo_gives_each_policy_token_its_gae_and_the_critic_its_target(mesh):
   """lambda = gamma = 1: A = R - V on every policy token, and the target is R."""
   critic = CriticSettings(whiten=False)
-  algorithm = Ppo(critic, PolicyLossSettings(), 3, 24)
+  algorithm = Ppo(critic, PolicyLossSettings(), 24)
   groups, rewards = random_groups(2, 3, seed=2), np.float32([[1, 0, 0.5], [0, 1, 0]])
   batch = collate(groups, rewards=rewards, algorithm=algorithm)
   value = np.random.default_rng(0).standard_normal(batch.token_art.shape).astype(np.float32)
@@ -73,7 +73,7 @@ def test_ppo_gives_each_policy_token_its_gae_and_the_critic_its_target(mesh):
 
 
 def test_ppo_whitens_over_the_policy_tokens_alone():
-  algorithm = Ppo(CriticSettings(), PolicyLossSettings(), 3, 24)
+  algorithm = Ppo(CriticSettings(), PolicyLossSettings(), 24)
   batch = collate(
     random_groups(2, 3, seed=2), rewards=np.float32([[1, 0, 0], [0, 1, 0]]), algorithm=algorithm
   )
@@ -87,7 +87,7 @@ def test_ppo_learns_the_value_and_reports_it(mesh):
   """Over many updates on one batch the critic explains what its rewards are."""
   rewards = np.float32(ARRAYS["reward"])
   critic = CriticSettings(value_coefficient=5.0, value_clip=0.0)
-  algorithm = Ppo(critic, PolicyLossSettings(kl_coefficient=0.0), 3, 24)
+  algorithm = Ppo(critic, PolicyLossSettings(kl_coefficient=0.0), 24)
   groups = random_groups(2, 4, seed=1)
   _, first, _ = step(mesh, algorithm, groups, rewards)
   assert abs(first["value/explained_variance"]) < 1e-6  # a head of zeros says 0 of everything
@@ -117,14 +117,14 @@ def test_states_are_the_observations_that_are_alike():
 
 
 def test_gigpo_adds_the_advantage_among_like_turns(mesh):
-  """Two rollouts search and read the same; the one that then answers right is better in that turn."""
+  """Two rollouts read the same; the one that then answers right is better in that turn."""
   read, other = [7] * 5, [8] * 5
   group = [
     trajectory(("prompt", [1]), ("policy", [2]), ("observation", read), ("policy", [3]), sample=0),
     trajectory(("prompt", [1]), ("policy", [2]), ("observation", read), ("policy", [4]), sample=1),
     trajectory(("prompt", [1]), ("policy", [5]), ("observation", other), ("policy", [3]), sample=2),
   ]
-  algorithm = Gigpo(GigpoSettings(gamma=1.0), PolicyLossSettings(), 3, 24, 3)
+  algorithm = Gigpo(GigpoSettings(gamma=1.0), PolicyLossSettings(), 24, 3)
   assert anchors(group[0]) == [(), tuple(read)]
   reward = np.float32([[1, 0, 0]])
   batch = collate([group], rewards=reward, algorithm=algorithm)

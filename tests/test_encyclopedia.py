@@ -176,7 +176,7 @@ def test_no_two_relations_share_a_sentence_or_a_noun():
   ],
 )
 def test_a_setting_out_of_range_is_refused_in_a_sentence(setting, value):
-  with pytest.raises(ValueError, match=rf"{setting}={value} is out of range: choose from .* to "):
+  with pytest.raises(ValueError, match=rf"data.{setting}={value} must be at least .* and at most "):
     EncyclopediaConfig(**{setting: value})
 
 
@@ -384,7 +384,7 @@ def test_text_made_of_awkward_pieces_comes_back_as_it_was(text):
 
 def test_words_of_the_templates_tags_and_fixed_strings_are_one_token_each():
   fixed = ("Question:", "Doc 1(Title:", ")", "\n", "No passages found.", "No search.")
-  for piece in [*(" " + word for word in tokenizer.words()), *tokenizer.TAGS, *fixed]:
+  for piece in [*(" " + word for word in vocabulary.words()), *vocabulary.TAGS, *fixed]:
     assert len(TOKENIZER.encode(piece)) == 1, piece
   assert TOKENIZER.vocab_size <= 700
 

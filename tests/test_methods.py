@@ -11,6 +11,7 @@ import dataclasses
 import functools
 
 import pytest
+from small_rollouts import family
 import test_loop
 from test_loop import EOS, kinds, PAGES, Retriever, Sampler, texts, Tokenizer
 
@@ -499,6 +500,7 @@ def test_every_method_makes_trajectories_that_a_batch_can_hold(name):
   batch = batching.collate(
     [[trajectory]],
     packing=batching.Packing(4096, 1, 1),
+    algorithm=family(),
     rewards=[[1.0]],
     strata=[[0]],
     num_strata=1,

@@ -48,6 +48,7 @@ def _step_of(mesh, chain, loss, settings, options):
     CONFIG,
     chain,
     family(**dict(loss)),
+    num_strata=3,
     settings=update.UpdateSettings(**dict(settings)),
     **dict(options),
   )

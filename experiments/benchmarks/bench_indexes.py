@@ -1,9 +1,10 @@
 """What an index finds, holds and costs: recall on real questions, and size and time on random
 vectors.
 
-    python experiments/benchmarks/bench_indexes.py recall --indexes=DIR --questions=FOLDER [--kinds
-    flat hnsw] python experiments/benchmarks/bench_indexes.py scale --counts 1000000 4000000
-    [--dimension=384] [--kinds flat hnsw]
+    python experiments/benchmarks/bench_indexes.py recall --indexes=DIR --questions=FOLDER \\
+        [--kinds flat hnsw]
+    python experiments/benchmarks/bench_indexes.py scale --counts 1000000 4000000 \\
+        [--dimension=384] [--kinds flat hnsw]
 
 `recall` takes the indexes that experiments/build_index.py made in DIR and every question whose gold
 passages are known (`"evidence": "gold"`, their ids in `evidence_ids`). Recall at 3 of a question is

@@ -13,20 +13,7 @@ from stratified import outside
 from stratified.advantages import batch, group
 from stratified.config import setting, Settings
 
-GROUP = {
-  "gn": group.gn,
-  "san": group.san,
-  "blend": group.blend,
-  "centered": group.centered,
-  "stratified": group.stratified,
-  "loo": group.loo,
-  "stratified_loo": group.stratified_loo,
-  "shrunk": group.shrunk,
-  "two_term": group.two_term,
-  "dr_grpo": group.dr_grpo,
-  "reinforce": group.reinforce,
-  "san_rms": group.san_rms,
-}
+GROUP = group.ESTIMATORS
 BATCH = {"reinforce_batch": batch.reinforce_batch, "gn_batch": batch.gn_batch}
 # What every estimator may be given: `match_rms` wraps it, and every config has an alpha.
 COMMON = ("match_rms", "alpha")
@@ -40,7 +27,9 @@ class AdvantageSettings(Settings):
   """The estimator of the advantage, and its options; None leaves the estimator's own default."""
 
   SECTION: ClassVar[str] = "advantage"
-  name: str = option("blend", f"the estimator: {', '.join(GROUP | BATCH)}")
+  name: str = option(
+    "blend", "the estimator: gn, san, blend, loo, dr_grpo, ... (advantages/estimators.py)"
+  )
   alpha: float | None = option(0.6, "blend: weight of SAN against GN", low=0, high=1)
   eps: float = option(1e-6, "added to a standard deviation, in units of reward", low=0)
   ddof: int = option(0, "a standard deviation divides by n - ddof", low=0)
@@ -114,9 +103,10 @@ def kernel_of(name: str) -> Callable:
   if ":" in name:
     return from_outside(name)
   hint = "; gae and gigpo work on turns or tokens: algorithm.name=ppo, gigpo"
+  known = ", ".join(sorted(GROUP | BATCH))
   raise ValueError(
-    f"advantage.name={name!r} is no estimator over rewards; choose one of "
-    f"{', '.join(sorted(GROUP | BATCH))}, or name your own as module:function{hint if name in ('gae', 'gigpo') else ''}"
+    f"advantage.name={name!r} is no estimator over rewards; choose one of {known}, or name your "
+    f"own as module:function{hint if name in ('gae', 'gigpo') else ''}"
   )
 
 

@@ -40,13 +40,13 @@ class Facts(NamedTuple):
 
 
 def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:
-  """The method of that name; raises ValueError, one sentence, where it or its settings can't be."""
+  """The method of that name; raises ValueError, one sentence, where it or a setting can't be."""
   if ":" in name:
     return _from_outside(name, read, facts)
   if name not in METHODS:
     raise ValueError(
-      f"algorithm.name={name!r} is unknown; choose one of {', '.join(METHODS)}, or name your own as "
-      "module:name"
+      f"algorithm.name={name!r} is unknown; choose one of {', '.join(METHODS)}, or name your own "
+      "as module:name"
     )
   return METHODS[name].make(read, facts)
 
@@ -57,8 +57,8 @@ def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> 
   make = getattr(found, "make", found)
   if not callable(make):
     raise ValueError(
-      f"algorithm.name is {name!r}, which is {found!r}; name a subclass of Algorithm with make(read, "
-      "facts), or a function that returns an Algorithm"
+      f"algorithm.name is {name!r}, which is {found!r}; name a subclass of Algorithm with "
+      "make(read, facts), or a function that returns an Algorithm"
     )
   made = make(read, facts)
   if not isinstance(made, Algorithm):

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratified import advantages, sharding
-from stratified.advantages import theory
 from stratified.algorithms.base import Algorithm, Credit, Loss
 from stratified.algorithms.grpo import policy_loss, PolicyLossSettings
 from stratified.config import setting, Settings
@@ -49,19 +48,12 @@ class Gigpo(Algorithm):
 
   groups: GigpoSettings
   loss: PolicyLossSettings
-  num_strata: int
   max_tokens: int
   max_turns: int
 
   @classmethod
   def make(cls, read, facts) -> "Gigpo":
-    return cls(
-      read(GigpoSettings),
-      read(PolicyLossSettings),
-      facts.num_strata,
-      facts.max_tokens,
-      facts.max_turns,
-    )
+    return cls(read(GigpoSettings), read(PolicyLossSettings), facts.max_tokens, facts.max_turns)
 
   def streams(self, trajectory, reward) -> dict[str, list[float]]:
     """1 on policy tokens, and the number of the turn that each belongs to."""
@@ -100,10 +92,7 @@ class Gigpo(Algorithm):
     index = batch.trajectory_art * self.max_turns + batch.stream_art["turn"].astype(jnp.int32)
     whole = sharding.replicate(advantage_qkt).reshape(-1)
     by_token = sharding.take(whole, index, None, "row", None)
-    stats = theory.diagnostics(
-      batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=self.num_strata
-    )
-    return Credit(advantage_qk, {"advantage": by_token}, stats)
+    return Credit(advantage_qk, {"advantage": by_token}, {})
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:
     return {

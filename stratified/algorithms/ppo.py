@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from stratified import advantages, losses, sharding
-from stratified.advantages import theory
 from stratified.algorithms.base import Algorithm, by_origin, by_rollout, Credit, Loss
 from stratified.algorithms.grpo import policy_loss, PolicyLossSettings
 from stratified.config import setting, Settings
@@ -41,7 +40,7 @@ class CriticSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class Ppo(Algorithm):
-  """PPO (arXiv 1707.06347) with generalised advantage estimation (1506.02438) over policy tokens."""
+  """PPO (arXiv 1707.06347) with GAE (1506.02438) over policy tokens."""
 
   HEADS: ClassVar[tuple[str, ...]] = ("value",)
   STREAMS: ClassVar[tuple[str, ...]] = ("policy", "value", "reward")
@@ -49,12 +48,11 @@ class Ppo(Algorithm):
 
   critic: CriticSettings
   loss: PolicyLossSettings
-  num_strata: int
   max_tokens: int
 
   @classmethod
   def make(cls, read, facts) -> "Ppo":
-    return cls(read(CriticSettings), read(PolicyLossSettings), facts.num_strata, facts.max_tokens)
+    return cls(read(CriticSettings), read(PolicyLossSettings), facts.max_tokens)
 
   @property
   def looks_before(self) -> bool:
@@ -81,10 +79,7 @@ class Ppo(Algorithm):
     length_qk = jnp.maximum(batch.mass_qk["policy"], 1)
     sum_qk = by_rollout(advantage * mask, batch.trajectory_art, shape_qk)
     advantage_qk = jnp.where(batch.valid_qk > 0, sum_qk / length_qk, 0)
-    stats = theory.diagnostics(
-      batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=self.num_strata
-    )
-    stats["value/explained_variance"] = explained_variance(value, target, mask)
+    stats = {"value/explained_variance": explained_variance(value, target, mask)}
     return Credit(advantage_qk, {"advantage": advantage, "target": target}, stats)
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:

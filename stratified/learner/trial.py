@@ -47,8 +47,8 @@ def check(algorithm: Algorithm, field: str, samples: int = 4) -> None:
   except Exception as error:
     text = " ".join(str(error).split())
     raise ValueError(
-      f"{field}: {type(algorithm).__name__} failed on made-up rollouts with {type(error).__name__}: "
-      f"{text[:200]}"
+      f"{field}: {type(algorithm).__name__} failed on made-up rollouts with "
+      f"{type(error).__name__}: {text[:200]}"
     ) from error
   if problem:
     raise ValueError(f"{field}: {type(algorithm).__name__} {problem}")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from stratified import losses, sharding
+from stratified.advantages import theory
 from stratified.algorithms.base import Algorithm, Loss, Outputs
 from stratified.config import setting, Settings
 from stratified.learner import state as states
@@ -42,6 +43,8 @@ def make_update(
   algorithm: Algorithm,
   *,
   settings: UpdateSettings = UpdateSettings(),
+  num_strata: int = 0,
+  eps: float = 1e-6,
   temperature: float = 1.0,
   chunk: int | None = None,
   adapter: lora.LoraConfig | None = None,
@@ -51,6 +54,8 @@ def make_update(
 
   Args:
     algorithm: what credit and losses are.
+    num_strata, eps: of the diagnostics of advantages and strata (`theory.diagnostics`); with 0
+      strata there are none.
     temperature, chunk: of the log-probs (`log_probs.token_log_probs`).
     adapter: trains the adapters in state.params beside the frozen weights in state.reference, which
       are the reference of the KL too; None trains every weight.
@@ -90,7 +95,8 @@ def make_update(
       return state, (means, maxima, skipped)
 
     state, stats = _repeat(one_update, state, settings)
-    stats = credit.stats | stats | {"advantage_qk": sharding.replicate(credit.advantage_qk)}
+    stats |= credit.stats | _diagnostics(batch, credit.advantage_qk, num_strata, eps)
+    stats["advantage_qk"] = sharding.replicate(credit.advantage_qk)
     return state._replace(step=state.step + 1), stats
 
   return OnMesh(mesh, jax.jit(states.from_host(step, host), donate_argnums=0))
@@ -110,6 +116,14 @@ class OnMesh:
   def lower(self, *args):
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)
+
+
+def _diagnostics(batch: Batch, advantage_qk, num_strata: int, eps: float) -> dict[str, Any]:
+  if not num_strata:
+    return {}
+  return theory.diagnostics(
+    batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=num_strata, eps=eps
+  )
 
 
 def _forward(model, adapter, temperature, chunk, params, reference, micro, *, reference_logp=None):
