@@ -1,4 +1,4 @@
-"""The methods by name, each in a file of its own.
+"""Makes a method from its name; each method is a file of its own.
 
     algorithm = make("grpo", functools.partial(config.read, config=c), facts)
 
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
 
 
 def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:
-  """The method of that name; raises ValueError, one sentence, where it or a setting can't be."""
+  """Makes the method of that name; ValueError, one sentence, where it or a setting can't be."""
   if ":" in name:
     return _from_outside(name, read, facts)
   if name not in METHODS:
@@ -52,7 +52,7 @@ def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm
 
 
 def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:
-  """`module:name`: an Algorithm's class with `make`, or a function (read, facts) -> Algorithm."""
+  """Loads `module:name`: an Algorithm's class with `make`, or a function of (read, facts)."""
   found = outside.load("algorithm.name", name)
   make = getattr(found, "make", found)
   if not callable(make):
