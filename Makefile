@@ -1,6 +1,7 @@
 # make setup   builds .venv from requirements.txt; does nothing where that is done
 # make train   the same, then trains the tiny preset to its report, or goes on where it stopped
-# make test    the same with requirements-test.txt, then runs the tests
+# make test    the same with requirements-test.txt, then lints and runs the tests
+# make lint    only checks form: lines of 100 columns, sorted imports, unused and undefined names
 # make smollm2 fetches SmolLM2-135M-Instruct for the preset of that name and for its tests
 # make minilm  fetches all-MiniLM-L6-v2, a small text encoder for dense retrieval, and for its tests
 # make sglang  builds .venv-sglang, SGLang's own environment without a GPU, and starts a server of a small random model
@@ -22,7 +23,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 DONE = .venv/installed-$(REQUIREMENTS)
 TEST_DONE = .venv/installed-requirements-test.txt
 
-.PHONY: setup train test smollm2 minilm sglang test-sglang
+.PHONY: setup train test lint smollm2 minilm sglang test-sglang
 .DELETE_ON_ERROR:
 
 setup: $(DONE)
@@ -30,8 +31,12 @@ setup: $(DONE)
 train: $(DONE)
 	.venv/bin/python experiments/train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
-test: $(TEST_DONE)
+test: lint
 	.venv/bin/python -m pytest $(ARGS)
+
+lint: $(TEST_DONE)
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
 
 smollm2: $(DONE)
 	$(PIP) install --quiet "$$(grep '^gguf' requirements-test.txt)"

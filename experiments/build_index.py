@@ -2,8 +2,8 @@
 them.
 
     python experiments/build_index.py --corpus=FILE --encoder=DIR --output=DIR --index flat
-    python experiments/build_index.py --corpus=wiki18.jsonl --encoder=.cache/models/e5-base-v2 --output=wiki18 \\
-        --index hnsw ivf_pq
+    python experiments/build_index.py --corpus=wiki18.jsonl --encoder=.cache/models/e5-base-v2 \\
+        --output=wiki18 --index hnsw ivf_pq
     python experiments/build_index.py --predict --count=21015324 --dimension=768
 
 Passages are encoded first (float16 shards in OUTPUT/embeddings), then each index is built in

@@ -2,8 +2,8 @@
 Table 2.
 
     python experiments/compare.py --out=runs/table/comparison runs/table
-    python experiments/compare.py --out=/tmp/c 'GRPO=runs/gn-seed-*' 'SAN=runs/san-seed-*'
-    --reference=GRPO
+    python experiments/compare.py --out=/tmp/c 'GRPO=runs/gn-seed-*' 'SAN=runs/san-seed-*' \\
+        --reference=GRPO
 
 Each argument is a workdir, a glob (in quotes where it follows a label), or a folder of workdirs, as
 a sweep leaves it. `label=` names a group; without it runs are grouped by the config keys in which

@@ -2,8 +2,8 @@
 least.
 
     python experiments/compile_check.py --config=configs/search_r1.py:base --topology=v5e:4x4
-    python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8
-    --config.lora.rank=64
+    python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8 \\
+        --config.lora.rank=64
 
 Compiles the real update and the sampler's real prefill and decode for the chips of a topology (v5e,
 v5p, v6e by their grid, or N forced CPU devices), without weights, data or any chip: where
@@ -47,8 +47,10 @@ sys.path.insert(0, str(_LIBTPU))
 import jax
 from ml_collections import config_flags
 
+from stratified.config import read
 from stratified.planning import compiled, costs
 from stratified.policy import sizes
+from stratified.policy.settings import PolicySettings, with_attention
 from stratified.runs import build, command_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run.")
@@ -103,7 +105,8 @@ def decoder_of(config, platform: str):
   p = config.policy
   if p.checkpoint and not (pathlib.Path(p.checkpoint) / "config.json").exists():
     model = sizes.decoder_of(p.checkpoint, dtype=p.dtype, remat=p.remat, unroll=p.unroll)
-    return build.with_attention(config, model, platform)
+    settings, length = read(PolicySettings, config), config.packing.row_length
+    return with_attention(settings, model, platform=platform, row_length=length)
   return build.model_config(config, platform=platform)
 
 

@@ -1,10 +1,10 @@
 """Evaluates a run's newest checkpoint, or a preset's weights as they stand, on held-out questions.
 
     python experiments/evaluate.py --workdir=runs/tiny [--questions=400] [--forced=2]
-    python experiments/evaluate.py --config=configs/search_r1.py:instruct --config.policy.checkpoint=runs/x/export \\
-        --sets=all --questions=-1 --workdir=runs/x_table
-    python experiments/evaluate.py --config=configs/baselines.py:rag:smollm2 --sets=nq,hotpotqa --workdir=runs/rag \\
-        --compare=runs/x_table
+    python experiments/evaluate.py --config=configs/search_r1.py:instruct \\
+        --config.policy.checkpoint=runs/x/export --sets=all --questions=-1 --workdir=runs/x_table
+    python experiments/evaluate.py --config=configs/baselines.py:rag:smollm2 --sets=nq,hotpotqa \\
+        --workdir=runs/rag --compare=runs/x_table
 
 Greedy, or --samples=n rollouts a question at --temperature. Prints exact match by set in the form
 of the papers' tables, everything by set and by hops with 95 % intervals, and a paired test against
@@ -66,9 +66,11 @@ def main(_) -> None:
     config, stored = _config(workdir)
     temperature = _temperature(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
+    if _QUESTIONS.value > 0:
+      config.eval.questions = _QUESTIONS.value
     made = build.build(config)
     limits = base.limits(config, forced_searches=_FORCED.value)
-    task, count = made.task, _QUESTIONS.value or config.eval.questions
+    task, count = made.task, _QUESTIONS.value if _QUESTIONS.value < 0 else config.eval.questions
     sets = evaluations.question_sets(task, _SETS.value, None if count < 0 else count)
     paired.check_shared({name: questions for name, (questions, _) in sets.items()}, others)
   except (ValueError, OSError) as error:

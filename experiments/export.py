@@ -1,9 +1,9 @@
 """Writes a trained policy as a Hugging Face directory, which transformers, vLLM and SGLang load.
 
-    python experiments/export.py --workdir=runs/tiny --output=exports/tiny [--step=200]
-    [--dtype=bfloat16] python experiments/export.py --workdir=runs/lora --output=exports/lora
-    --adapters python experiments/export.py --config=configs/search_r1.py:smollm2
-    --output=exports/untrained
+    python experiments/export.py --workdir=runs/tiny --output=exports/tiny [--step=200] \\
+        [--dtype=bfloat16]
+    python experiments/export.py --workdir=runs/lora --output=exports/lora --adapters
+    python experiments/export.py --config=configs/search_r1.py:smollm2 --output=exports/untrained
 
 From a run's newest checkpoint or that of --step; with --config and no workdir, the preset's model
 as it stands. Weights are written in the dtypes of the model directory that the run began with,

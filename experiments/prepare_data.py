@@ -1,9 +1,9 @@
 """Brings questions and Wikipedia into the form that training and evaluation read.
 
     python experiments/prepare_data.py --download=all --remove_duplicates
-    python experiments/prepare_data.py --train=raw/NQ-open.train.jsonl --train=raw/hotpot_train_v1.1.json \\
-        --test=raw/popQA.tsv --test=triviaqa=raw/unfiltered-web-dev.json
-        --corpus=raw/psgs_w100.tsv.gz
+    python experiments/prepare_data.py --train=raw/NQ-open.train.jsonl \\
+        --train=raw/hotpot_train_v1.1.json --test=raw/popQA.tsv \\
+        --test=triviaqa=raw/unfiltered-web-dev.json --corpus=raw/psgs_w100.tsv.gz
 
 Writes under --out (data/), as the presets `base` and `instruct` name them:
 nq_hotpotqa_train/SET.jsonl, benchmarks/SET.jsonl, wiki18.jsonl, and manifest.json with counts,

@@ -1,13 +1,10 @@
 """Serves a retriever over HTTP, in Search-R1's wire format, until SIGTERM or Ctrl-C.
 
-    python experiments/serve_retriever.py --corpus=data/wiki18.jsonl                         # BM25
+    python experiments/serve_retriever.py --corpus=data/wiki18.jsonl             # BM25
     python experiments/serve_retriever.py --retriever=dense --index=indexes/wiki18
-    python experiments/serve_retriever.py --retriever=hybrid --index=indexes/wiki18
-    --corpus=data/wiki18.jsonl
-    python experiments/serve_retriever.py --config=configs/search_r1.py:tiny                 # the
-                                                                                             run's
-                                                                                             own
-                                                                                             world
+    python experiments/serve_retriever.py --retriever=hybrid --index=indexes/wiki18 \\
+        --corpus=data/wiki18.jsonl
+    python experiments/serve_retriever.py --config=configs/search_r1.py:tiny     # a run's own pages
 
 A run uses it with --config.retriever.name=http --config.retriever.url=http://127.0.0.1:8000; so
 does any client of Search-R1's POST /retrieve. GET /health tells what is searched. It listens on

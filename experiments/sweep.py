@@ -1,9 +1,10 @@
 """Runs experiments/train.py over many settings, one after another or one an index, and makes one
 table of them.
 
-    python experiments/sweep.py --config=configs/search_r1.py:tiny --sweep=alpha --seeds=3
-    --workdir=runs/alpha python experiments/sweep.py --config=configs/baselines.py:grpo
-    --sweep=table --workdir=runs/table --list
+    python experiments/sweep.py --config=configs/search_r1.py:tiny --sweep=alpha --seeds=3 \\
+        --workdir=runs/alpha
+    python experiments/sweep.py --config=configs/baselines.py:grpo --sweep=table \\
+        --workdir=runs/table --list
 
 A sweep is a function `sweep_NAME(add)` beside `get_config` in the config's file; it calls
 `add(**{"dotted.key": value})` once a setting (`preset=NAME` sets the word after the file's first

@@ -1,8 +1,8 @@
 """Trains a search agent: questions -> rollouts -> rewards -> strata -> advantages -> update, until
 num_steps.
 
-    python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny
-    [--config.advantage.alpha=0.4]
+    python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny \\
+        [--config.advantage.alpha=0.4]
 
 The same command again goes on from the newest checkpoint. Ctrl-C and SIGTERM save first and end it
 cleanly.
@@ -10,8 +10,7 @@ cleanly.
 Several processes train together, each with its own devices and questions, over one workdir that all
 of them see:
 
-    ... --processes=2 --process=0 --coordinator=HOST:PORT     # and the same with --process=1, and
-                                                              so on
+    ... --processes=2 --process=0 --coordinator=HOST:PORT     # and the same with --process=1
 """
 
 import pathlib

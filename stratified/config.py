@@ -5,8 +5,8 @@
       SECTION = "loss"
       clip_ratio: float = setting(0.2, "how far the ratio may leave 1", above=0)
 
-    config = to_config(Clip)          # ConfigDict: config.loss.clip_ratio == 0.2, what flags override
-    clip = read(Clip, config)         # a checked Clip; ValueError names field, value and rule
+    config = to_config(Clip)          # ConfigDict: config.loss.clip_ratio == 0.2, as flags set it
+    clip = read(Clip, config)         # a checked Clip; ValueError names field, value, rule
 
 Several classes may share a section, each reading the fields that are its own. What else a run needs
 to know of a field (its range, its choices, whether it may change when a run resumes, what it has an

@@ -5,7 +5,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# Log-ratios are held to this on both sides before exp: e^20 is 5e8, far beyond any clip, and finite.
+# Log-ratios are held to +-this before exp: e^20 is 5e8, far beyond any clip, and finite.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -18,12 +18,13 @@ def ratio_of(logp, old_logp):
 def clipped_surrogate(logp, old_logp, advantage, *, clip_ratio, clip_ratio_high=None, dual_clip=0):
   """PPO's clipped surrogate as a loss, and where a clip holds the gradient back.
 
-      loss = -min(rho A, clip(rho, 1 - clip_ratio, 1 + clip_ratio_high) A),  rho = exp(logp - old_logp)
+      rho = exp(logp - old_logp)
+      loss = -min(rho A, clip(rho, 1 - clip_ratio, 1 + clip_ratio_high) A)
 
-  clip_ratio_high: None takes clip_ratio (arXiv 1707.06347, Eq. 7); a larger one is DAPO's clip-higher
-  (arXiv 2503.14476). dual_clip: a number c above 1 bounds the loss of a negative advantage by -c A
-  (arXiv 1912.09729, Eq. 5); 0 is off. Returns (loss, clipped), both of logp's shape; clipped is 1
-  where a clip is what counts and the gradient is 0.
+  clip_ratio_high: None takes clip_ratio (arXiv 1707.06347, Eq. 7); a larger one is DAPO's
+  clip-higher (arXiv 2503.14476). dual_clip: a number c above 1 bounds the loss of a negative
+  advantage by -c A (arXiv 1912.09729, Eq. 5); 0 is off. Returns (loss, clipped),
+  both of logp's shape; clipped is 1 where a clip is what counts and the gradient is 0.
   """
   chex.assert_equal_shape([logp, old_logp, advantage])
   high = clip_ratio if clip_ratio_high is None else clip_ratio_high
@@ -35,6 +36,19 @@ def clipped_surrogate(logp, old_logp, advantage, *, clip_ratio, clip_ratio_high=
     below = (advantage < 0) & (objective < floor)
     objective, clipped = jnp.where(below, floor, objective), clipped | below
   return -objective, clipped.astype(logp.dtype)
+
+
+def clipped_value_loss(value, old_value, target, *, clip):
+  """max((V - G)^2, (V_clip - G)^2) / 2 with V_clip = V held to old_value +- clip; clip 0 is none.
+
+  PPO's value loss (arXiv 2005.12729, section 3.1).
+  """
+  chex.assert_equal_shape([value, old_value, target])
+  loss = jnp.square(value - target)
+  if clip:
+    held = jnp.clip(value, old_value - clip, old_value + clip)
+    loss = jnp.maximum(loss, jnp.square(held - target))
+  return loss / 2
 
 
 def kl_estimate(logp, reference_logp, *, estimator):

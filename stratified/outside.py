@@ -24,7 +24,8 @@ def load(field: str, spec: str) -> Any:
   """
   if not _SPEC.fullmatch(spec):
     raise ValueError(
-      f"{field} is {spec!r}; something of your own is named module:name, as in my_module:my_function"
+      f"{field} is {spec!r}; something of your own is named module:name, as in "
+      "my_module:my_function"
     )
   module_name, _, name = spec.partition(":")
   if os.getcwd() not in sys.path:

@@ -147,8 +147,7 @@ class RewardSettings(Settings):
   SECTION = "reward"
   name: str = setting(
     "exact_match",
-    "a part (exact_match, f1, format, ...), module:function, or a sum of such with weights, as in "
-    "exact_match + 0.1*format",
+    "exact_match, f1, format, ..., module:function, or a weighted sum: exact_match + 0.1*format",
     affects=["training"],
   )
 

@@ -113,6 +113,21 @@ def take(table, index, *axes: str | None):
   return table.at[index].get(out_sharding=spec(*axes))
 
 
+def replicate(x):
+  """A small array whole on every device."""
+  return x if not meshed() else jax.sharding.reshard(x, P(*[None] * x.ndim))
+
+
+def over_rows(function, *arrays):
+  """`function` of [T] arrays over all rows of [A, R, T] ones, each device over its own rows."""
+  mapped = jax.vmap(jax.vmap(function))
+  if not meshed():
+    return mapped(*arrays)
+  rows = spec(None, "row", None)
+  # What a scan starts from is the same on every device, which the check would refuse.
+  return jax.shard_map(mapped, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
+
+
 def gathered(weight, axes: Sequence[str | None]):
   """A weight whole along `fsdp`, as the layer that uses it needs it; the transpose scatters its
   gradient."""

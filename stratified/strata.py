@@ -140,8 +140,7 @@ class StrataSettings(Settings):
   SECTION = "strata"
   name: str = setting(
     "searches",
-    "searches, calls, calls_TOOL, tools, first_search, first_call, outcome, answered, two crossed "
-    "by *, random, or module:function",
+    "the partition: searches, calls, tools, outcome, ... (strata.py), A*B, random, module:function",
     affects=("training",),
   )
   cap: int = setting(4, "counts from 0 to here get a stratum each", low=1, affects=("training",))

@@ -11,11 +11,13 @@ QWEN25 = """\
 {%- set has_system = first.role == 'system' %}
 {{- '<|im_start|>system\\n' + (first.content if has_system else 'Be helpful.') }}
 {%- if tools %}
-{{- '\\n\\n# Tools\\n\\nFunctions that may be called, as JSON between <tools> and </tools>:\\n<tools>' }}
+{{- '\\n\\n# Tools\\n\\nFunctions that may be called, as JSON between <tools> and </tools>:' }}
+{{- '\\n<tools>' }}
 {%- for tool in tools %}
 {{- '\\n' }}{{ tool | tojson }}
 {%- endfor %}
-{{- '\\n</tools>\\n\\nA call is a JSON object with name and arguments between <tool_call> and </tool_call>.' }}
+{{- '\\n</tools>\\n\\nA call is a JSON object with name and arguments between <tool_call> ' }}
+{{- 'and </tool_call>.' }}
 {%- endif %}
 {{- '<|im_end|>\\n' }}
 {%- for message in messages %}

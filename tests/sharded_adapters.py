@@ -41,6 +41,7 @@ def take_step(sizes):
     CONFIG,
     SGD,
     family("blend", clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
+    num_strata=3,
     chunk=12,
     adapter=LORA,
   )

@@ -1,5 +1,5 @@
-"""Hidden states, values and their gradients of every switch of the decoder on meshes of eight forced
-CPU devices; run by test_sharded_families.py in a process of its own.
+"""Hidden states, values and their gradients of every switch of the decoder on meshes of eight
+forced CPU devices; run by test_sharded_families.py in a process of its own.
 
 python tests/sharded_families.py
 """

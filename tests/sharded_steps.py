@@ -77,6 +77,7 @@ def take_step(name, sizes):
     config,
     chain,
     family("blend", clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
+    num_strata=3,
     chunk=12 if name == "tied" else None,
   )
   state = states.init_state(mesh, config, parameters(config, scale=2.0), chain, with_reference=True)
@@ -173,6 +174,7 @@ def programs():
       config,
       chain,
       family("blend", clip_ratio=0.2, kl_coefficient=0.3, kl_estimator="k3"),
+      num_strata=3,
       chunk=chunk or None,
     )
     text = step.lower(state, batch).compile().as_text()

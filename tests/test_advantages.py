@@ -376,8 +376,9 @@ import reference
 rng = np.random.default_rng(0)
 make = lambda name, **options: advantages.make(name, num_strata=4, **options)
 group = {name: make(name) for name in reference.GROUP}
+over_batch = ("san", "stratified_loo", "blend")
 batch = {"reinforce_batch": make("reinforce_batch"), "gn_batch": make("gn_batch")}
-batch |= {name + " over batch": make(name, over="batch") for name in ("san", "stratified_loo", "blend")}
+batch |= {f"{name} over batch": make(name, over="batch") for name in over_batch}
 group_run = lambda r, s, m: {name: estimate(r, s, m, 0) for name, estimate in group.items()}
 def whole_run(r, s, m):
   san = group["san"](r, s, m, 0)

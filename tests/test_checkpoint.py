@@ -307,7 +307,8 @@ def test_values_that_are_not_finite_are_damage_since_no_such_step_is_saved(tmp_p
     checkpointer.save(2, broken)
     with pytest.raises(
       ValueError,
-      match=r"checkpoints/2 is damaged .*params\.embedding holds values that are not finite.*step 1",
+      match=r"checkpoints/2 is damaged .*params\.embedding holds values that are not finite"
+      ".*step 1",
     ):
       checkpointer.restore_latest(checkpoint.abstract(state))
 

@@ -345,3 +345,29 @@ def test_ctrl_c_ends_with_status_130(monkeypatch, capsys):
   with pytest.raises(SystemExit) as status:
     command_line.run(stopped)
   assert status.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_evaluation_of_a_run_takes_what_changes_no_answer_and_nothing_else(tmp_path):
+  (tmp_path / "config.json").write_text(smallest().to_json())
+  for flags, sentence in (
+    (
+      ["--config.rollout.max_turns=1"],
+      "--config.rollout.max_turns can't be changed for the run in",
+    ),
+    (["--config=configs/search_r1.py:tiny"], "--config is not used, since"),
+    (["--config.sampler.lanes=0"], "sampler.lanes=0 must be at least 1"),
+  ):
+    done = start("evaluate", f"--workdir={tmp_path}", *flags)
+    assert done.returncode == 1 and sentence in done.stderr, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_workdir_of_fewer_fields_has_the_defaults_and_of_unknown_ones_is_refused(tmp_path):
+  config = smallest()
+  stored = json.loads(config.to_json())
+  del stored["lora"], stored["mesh"]["tensor"]
+  (tmp_path / "config.json").write_text(json.dumps(stored))
+  assert settings.read_workdir(tmp_path).to_dict() == config.to_dict()
+  (tmp_path / "config.json").write_text(json.dumps(stored | {"lamp": 3}))
+  with pytest.raises(ValueError, match="has the field lamp, which this version does not know"):
+    settings.read_workdir(tmp_path)

@@ -18,7 +18,7 @@ WORLD = pages.make(pages.EncyclopediaConfig(entities=600), 0)
 TOKENIZER = vocabulary.build()
 RETRIEVER = BM25(WORLD.passages)
 ASKED = questions.training_questions(WORLD, seed=0, step=7, count=100)
-FAULTLESS = dict(wrong_query=0.0, wrong_relation=0.0, invalid=0.0)
+FAULTLESS = dict(mixture=(0.25,) * 4, wrong_query=0.0, wrong_relation=0.0, invalid=0.0)
 LIMITS = dict(
   max_turns=4, max_turn_tokens=32, max_observation_tokens=128, max_tokens=512, answer_tokens=8
 )
@@ -104,7 +104,9 @@ def test_with_its_page_always_found_the_script_is_always_right():
 
 
 def test_depths_follow_the_mixture_whatever_the_question():
-  trajectories, _ = play(DemonstrationConfig(mixture=(0.1, 0.6, 0.0, 0.3), **FAULTLESS), samples=16)
+  trajectories, _ = play(
+    DemonstrationConfig(**FAULTLESS | dict(mixture=(0.1, 0.6, 0.0, 0.3))), samples=16
+  )
   for hops in range(4):
     depths = collections.Counter(t.num_searches for t in trajectories if t.question.hops == hops)
     total = sum(depths.values())
@@ -131,7 +133,7 @@ def test_too_few_searches_answer_with_a_link_of_the_chain():
 
 
 def test_without_a_search_a_guess_is_of_the_right_kind():
-  trajectories, _ = play(DemonstrationConfig(mixture=(1.0,), guess=1.0, **FAULTLESS))
+  trajectories, _ = play(DemonstrationConfig(**FAULTLESS | dict(mixture=(1.0,), guess=1.0)))
   for t in trajectories:
     if t.question.hops:
       assert WORLD.by_name[t.answer].kind == WORLD.by_name[t.question.golden_answers[0]].kind
@@ -232,10 +234,10 @@ def test_a_request_for_an_unknown_question_is_refused():
   [
     (dict(mixture=(0.5, 0.6)), "must be shares of at least 0 that sum to 1"),
     (dict(mixture=()), "must be shares"),
-    (dict(mixture=(0.5, float("nan"))), "must be shares"),
-    (dict(mixture=(0.2,) * 5, max_turns=3), "asks for up to 4 searches, but max_turns is 3"),
+    (dict(mixture=(0.5, float("nan"))), r"mixture=\(0.5, nan\) must be finite"),
+    (dict(mixture=(0.2,) * 5, max_turns=3), "asks for up to 4 calls, but rollout.max_turns is 3"),
     (dict(plan="aloud"), "plan 'aloud' is unknown: choose one of query, think, none"),
-    (dict(invalid=1.5), "invalid=1.5 is no share: choose from 0 to 1"),
+    (dict(invalid=1.5), "invalid=1.5 must be at least 0 and at most 1"),
     (dict(guess=float("nan")), "guess=nan is no share"),
   ],
 )

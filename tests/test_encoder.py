@@ -31,8 +31,7 @@ def bert(tmp_path_factory):
   return directory, model, Encoder.load(directory, max_length=64)
 
 
-# --- equal to transformers
-# ----------------------------------------------------------------------------------
+###  Equal to transformers  ###
 
 
 def test_equals_transformers_for_texts_of_all_lengths(bert):
@@ -132,8 +131,7 @@ def test_bfloat16_keeps_the_direction(bert):
   assert not np.array_equal(half, encoder.encode(TEXTS, "query"))
 
 
-# --- batching
-# -----------------------------------------------------------------------------------------------
+###  Batching  ###
 
 
 def test_a_text_gets_its_vector_whatever_else_is_in_the_call(bert):
@@ -234,8 +232,7 @@ def test_warm_queries_compile_nothing(bert):
   assert encoder._embed._cache_size() == compiled
 
 
-# --- prefixes and what an encoder is
-# --------------------------------------------------------------------------
+###  Prefixes and what an encoder is  ###
 
 
 @pytest.mark.parametrize(
@@ -280,8 +277,7 @@ def test_other_weights_have_another_fingerprint(bert, tmp_path):
   assert weights.fingerprint(tmp_path) != weights.fingerprint(bert[0])
 
 
-# --- weights
-# ------------------------------------------------------------------------------------------------
+###  Weights  ###
 
 
 def rewritten(directory, target, change):

@@ -38,7 +38,7 @@ def many_training_questions(world=WORLD, steps=20, count=50, **kwargs):
   ]
 
 
-# ------------------------------------------------------------------ the world
+###  The world  ###
 
 
 def test_the_same_seed_gives_the_same_world_and_another_seed_another():
@@ -49,8 +49,8 @@ def test_the_same_seed_gives_the_same_world_and_another_seed_another():
 
 def test_another_process_builds_the_same_world_questions_and_tokenizer():
   program = (
-    "import hashlib; from stratified.tasks.encyclopedia import pages as e, questions as q, vocabulary as "
-    "t\n"
+    "import hashlib; from stratified.tasks.encyclopedia import pages as e, questions as q, "
+    "vocabulary as t\n"
     "w = e.make(e.EncyclopediaConfig(entities=100), 0)\n"
     "a = q.training_questions(w, seed=0, step=1, count=9) + q.held_out_questions(w, seed=0, "
     "count=9)\n"
@@ -176,7 +176,7 @@ def test_no_two_relations_share_a_sentence_or_a_noun():
   ],
 )
 def test_a_setting_out_of_range_is_refused_in_a_sentence(setting, value):
-  with pytest.raises(ValueError, match=rf"{setting}={value} is out of range: choose from .* to "):
+  with pytest.raises(ValueError, match=rf"data.{setting}={value} must be at least .* and at most "):
     EncyclopediaConfig(**{setting: value})
 
 
@@ -192,7 +192,7 @@ def test_extreme_worlds_can_be_made():
     encyclopedia.make(CONFIG, -1)
 
 
-# ------------------------------------------------------------------ questions
+###  Questions  ###
 
 
 def test_questions_are_a_function_of_seed_and_step():
@@ -340,7 +340,7 @@ def test_a_question_of_another_encyclopedia_is_refused():
       questions.chain_of(WORLD, stranger)
 
 
-# ------------------------------------------------------------------ tokenizer
+###  Tokenizer  ###
 
 
 @settings(max_examples=300, deadline=None)
@@ -384,7 +384,7 @@ def test_text_made_of_awkward_pieces_comes_back_as_it_was(text):
 
 def test_words_of_the_templates_tags_and_fixed_strings_are_one_token_each():
   fixed = ("Question:", "Doc 1(Title:", ")", "\n", "No passages found.", "No search.")
-  for piece in [*(" " + word for word in tokenizer.words()), *tokenizer.TAGS, *fixed]:
+  for piece in [*(" " + word for word in vocabulary.words()), *vocabulary.TAGS, *fixed]:
     assert len(TOKENIZER.encode(piece)) == 1, piece
   assert TOKENIZER.vocab_size <= 700
 

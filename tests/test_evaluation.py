@@ -22,7 +22,7 @@ from stratified.agents.limits import Limits
 from stratified.evaluation import answers, paired, runner
 from stratified.retrieval.corpus import Passage
 from stratified.runs import build, evaluations
-from stratified.tasks import search_qa
+from stratified.tasks import base, search_qa
 from stratified.tools import search
 from stratified.types import Question
 
@@ -210,8 +210,7 @@ def test_paired_runs_over_the_questions_that_both_answered(tmp_path):
     paired.differences({"nq": ours}, {"nq": {(row["id"], 0): row for row in theirs}})
 
 
-# ---------------------------------------------------------------- what is asked, and what the
-# answers depend on
+###  What is asked, and what the answers depend on  ###
 
 
 def files_config(folder, **changes):
@@ -318,7 +317,7 @@ def test_a_fingerprint_tells_other_weights_of_the_same_name(tmp_path):
   assert evaluations.fingerprint([path]) != first
 
 
-# ---------------------------------------------------------------- the methods as presets
+###  The methods as presets  ###
 
 
 @pytest.mark.parametrize("name", baselines.INFERENCE)
@@ -368,7 +367,7 @@ def test_a_method_needs_a_preset_that_exists():
     baselines.get_config("rag:huge")
 
 
-# ---------------------------------------------------------------- the command
+###  The command  ###
 
 
 TINY = {

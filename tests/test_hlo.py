@@ -17,7 +17,8 @@ PROGRAM = """HloModule jit_step, is_scheduled=true
 
 %started (p: bf16[4,8]) -> bf16[32,8] {
   %p = bf16[4,8]{1,0} parameter(0)
-  ROOT %gather.1 = bf16[32,8]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %gather.1 = bf16[32,8]{1,0:T(8,128)} all-gather(%p), channel_id=7, \
+replica_groups=[1,8]<=[8], dimensions={0}
 }
 
 %body (t: (s32[], f32[16])) -> (s32[], f32[16]) {
@@ -29,7 +30,8 @@ PROGRAM = """HloModule jit_step, is_scheduled=true
   %kernel = f32[16]{0} custom-call(%x), backend_config={"notes": "
 }}, of a kernel
 "}
-  %reduced = f32[16]{0} all-reduce(%kernel), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum, metadata={op_name="layer"}
+  %reduced = f32[16]{0} all-reduce(%kernel), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, \
+to_apply=%sum, metadata={op_name="layer"}
   %f1 = bf16[32,8]{1,0} fusion(%x), kind=kLoop, calls=%started
   %f2 = bf16[32,8]{1,0} fusion(%x), kind=kLoop, calls=%started
   ROOT %out = (s32[], f32[16]{0}) tuple(%next, %reduced)
@@ -44,7 +46,8 @@ PROGRAM = """HloModule jit_step, is_scheduled=true
 
 %open_body (t: (s32[], s32[])) -> (s32[], s32[]) {
   %t = (s32[], s32[]) parameter(0)
-  %sent = (f32[2,3]{1,0}, f32[2,3]{1,0}, u32[], u32[]) collective-permute-start(%t), channel_id=3, source_target_pairs={{0,1}}
+  %sent = (f32[2,3]{1,0}, f32[2,3]{1,0}, u32[], u32[]) collective-permute-start(%t), \
+channel_id=3, source_target_pairs={{0,1}}
   ROOT %out = (s32[], s32[]) tuple(%t, %t)
 }
 
@@ -60,7 +63,8 @@ ENTRY %main (p: f32[16]) -> f32[16] {
   %layers = (s32[], f32[16]{0}) while(%p), condition=%condition, body=%body
   %micro = (s32[], s32[]) while(%p), condition=%open_condition, body=%open_body
   %alone = f32[16]{0} all-reduce(%p), channel_id=9, replica_groups={{0},{1}}, to_apply=%sum
-  %scattered = f32[5]{0} reduce-scatter(%p), channel_id=4, replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}, to_apply=%sum
+  %scattered = f32[5]{0} reduce-scatter(%p), channel_id=4, \
+replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}, to_apply=%sum
   ROOT %r = f32[16]{0} get-tuple-element(%layers), index=1
 }
 """

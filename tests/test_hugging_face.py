@@ -498,7 +498,8 @@ def test_what_can_not_be_saved_is_refused_and_leaves_the_old_file(tmp_path):
   both = dataclasses.replace(config, qkv_bias=True)
   with pytest.raises(
     ValueError,
-    match="a decoder with qkv_bias=True is none that a config.json of Qwen3ForCausalLM can describe",
+    match="a decoder with qkv_bias=True is none that a config.json of Qwen3ForCausalLM can "
+    "describe",
   ):
     hugging_face.save(tmp_path, both, random_params(both))
   assert {path.name: path.read_bytes() for path in tmp_path.glob("*model*")} == {

@@ -120,8 +120,7 @@ def exact(folder, encoder, queries, topk):
   )[:, :topk]
 
 
-# --- passage store
-# ------------------------------------------------------------------------------------------
+###  Passage store  ###
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
@@ -218,8 +217,7 @@ def test_lines_across_the_blocks_that_are_read_are_whole(tmp_path):
   assert list(PassageStore(write_corpus(tmp_path / "c.jsonl", long))) == long
 
 
-# --- vectors on disk
-# ----------------------------------------------------------------------------------------
+###  Vectors on disk  ###
 
 
 def test_vectors_come_back_in_any_order_near_what_was_encoded(world):
@@ -301,8 +299,7 @@ def test_vectors_of_another_encoder_are_not_mixed_in(tmp_path, changes, message)
     encode_into(tmp_path / "e", other, HashEncoder())
 
 
-# --- indexes
-# ------------------------------------------------------------------------------------------------
+###  Indexes  ###
 
 
 @pytest.mark.parametrize(
@@ -440,8 +437,7 @@ def test_a_built_index_is_not_built_again_unless_settings_differ(built, world, m
     indexes.build(IndexConfig("hnsw", links=16), embeddings, built / "hnsw")
 
 
-# --- memory
-# -------------------------------------------------------------------------------------------------
+###  Memory  ###
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -532,8 +528,7 @@ def test_settings_chosen_by_size_can_be_fitted_and_stay(count):
       assert 1 <= settled.probes <= settled.lists and settled.lists * 39 <= max(count, 39)
 
 
-# --- manifests
-# ----------------------------------------------------------------------------------------------
+###  Manifests  ###
 
 
 def copied(built, name, target):
@@ -611,8 +606,7 @@ def test_damaged_and_missing_indexes_are_refused(built, tmp_path):
     indexes.load(tmp_path / "nowhere")
 
 
-# --- searching
-# ----------------------------------------------------------------------------------------------
+###  Searching  ###
 
 
 def test_blank_queries_get_nothing_and_keep_their_place(built, world):
@@ -677,8 +671,7 @@ def test_threads_share_a_retriever(built, world, name):
   assert wrong == []
 
 
-# --- hybrid
-# -------------------------------------------------------------------------------------------------
+###  Hybrid  ###
 
 
 class Fixed:

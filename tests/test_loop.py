@@ -194,7 +194,7 @@ def kinds(trajectory):
   return [turn.action for turn in trajectory.turns]
 
 
-# ---------------------------------------------------------------- how a rollout ends
+###  How a rollout ends  ###
 
 
 def test_an_answer_at_once_ends_the_rollout():
@@ -255,7 +255,7 @@ def test_invalid_turns_cost_turns_and_the_last_gets_no_correction():
   assert trajectory.stop == "turns" and trajectory.answer is None
 
 
-# ---------------------------------------------------------------- what a turn is taken for
+###  What a turn is taken for  ###
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_an_answer_split_by_a_correction_is_none():
   assert trajectory.answer is None
 
 
-# ---------------------------------------------------------------- observations
+###  Observations  ###
 
 
 def test_finding_nothing_is_ordinary():
@@ -424,7 +424,7 @@ def test_a_tag_split_over_title_and_text_does_not_form():
   assert not any(tag in "".join(text.pieces) for tag in ("<answer>", "</answer>"))
 
 
-# ---------------------------------------------------------------- the total budget
+###  The total budget  ###
 
 
 def test_an_observation_is_shortened_to_leave_room_for_an_answer():
@@ -493,7 +493,7 @@ def test_no_prompt_that_fits_is_an_error_before_any_work():
   assert play(SAY, max_tokens=47)[0].answer == "Oslo"
 
 
-# ---------------------------------------------------------------- forced searches
+###  Forced searches  ###
 
 
 @pytest.mark.parametrize("n", range(4))
@@ -580,7 +580,7 @@ def test_a_forced_search_without_room_ends_the_rollout():
   assert trajectory.stop == "length" and trajectory.num_searches == 0 and retriever.calls == []
 
 
-# ---------------------------------------------------------------- faults
+###  Faults  ###
 
 
 LOST = {"finish": "fault", "fault": "the server went away"}
@@ -662,7 +662,7 @@ def test_a_generation_that_nobody_asked_for_is_an_error():
     collect([QUESTION], sampler)
 
 
-# ---------------------------------------------------------------- the driver
+###  The driver  ###
 
 
 def many(shuffle=None, reverse=False):
@@ -791,7 +791,7 @@ def test_any_script_under_any_budget_ends_within_it(
       assert text.endswith("</information>") and len(text) <= observation
 
 
-# ---------------------------------------------------------------- wording and settings
+###  Wording and settings  ###
 
 
 @pytest.mark.parametrize("protocol", [tags.search_r1(), tags.few_shot(), tags.short()])

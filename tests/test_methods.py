@@ -11,6 +11,7 @@ import dataclasses
 import functools
 
 import pytest
+from small_rollouts import family
 import test_loop
 from test_loop import EOS, kinds, PAGES, Retriever, Sampler, texts, Tokenizer
 
@@ -82,7 +83,7 @@ def _check(trajectory, requests, limits):
     assert len(request.token_ids) + request.max_new_tokens <= limits.max_tokens
 
 
-# ---------------------------------------------------------------- one generation
+###  One generation  ###
 
 
 @pytest.mark.parametrize("name", ["direct", "direct_few_shot", "cot", "cot_few_shot"])
@@ -137,7 +138,7 @@ def test_a_method_that_searches_needs_a_turn_to_do_it():
     play("rag", SAY, max_turns=0)
 
 
-# ---------------------------------------------------------------- retrieval-augmented generation
+###  Retrieval-augmented generation  ###
 
 
 @pytest.mark.parametrize("name", ["rag", "rag_few_shot"])
@@ -208,7 +209,7 @@ def test_the_question_may_hold_braces_and_the_mark_of_the_cut():
   assert "{passages} \ue000 {question}?" in texts(trajectory)[2][1]
 
 
-# ---------------------------------------------------------------- IRCoT
+###  IRCoT  ###
 
 
 def test_ircot_searches_with_each_line_until_one_answers():
@@ -288,7 +289,7 @@ def test_end_of_text_ends_a_line_of_ircot():
   )
 
 
-# ---------------------------------------------------------------- Search-o1
+###  Search-o1  ###
 
 
 @pytest.mark.parametrize("name", ["search_o1", "search_o1_few_shot"])
@@ -430,7 +431,7 @@ def test_search_o1_takes_an_unanswerable_turn_as_the_agent_does():
   assert kinds(trajectory) == ["invalid", "answer"] and trajectory.side_tokens == 0
 
 
-# ---------------------------------------------------------------- keys and the loop
+###  Keys and the loop  ###
 
 
 def test_no_generation_beside_a_rollout_has_the_key_of_another_generation():
@@ -499,6 +500,7 @@ def test_every_method_makes_trajectories_that_a_batch_can_hold(name):
   batch = batching.collate(
     [[trajectory]],
     packing=batching.Packing(4096, 1, 1),
+    algorithm=family(),
     rewards=[[1.0]],
     strata=[[0]],
     num_strata=1,
@@ -516,7 +518,7 @@ def test_every_wording_asks_the_question_and_shows_what_an_answer_is(name):
   assert isinstance(protocol, tags.Tags)
 
 
-# ---------------------------------------------------------------- the real sampler
+###  The real sampler  ###
 
 
 def test_condensing_leaves_the_draws_of_the_rollouts_as_they_are():

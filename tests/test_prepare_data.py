@@ -367,7 +367,7 @@ def test_everything_by_name_from_a_hub_with_breaks_and_a_second_call_that_fetche
   assert len(readers.read_questions(tmp_path / "benchmarks")) == 7
 
 
-# ---------------------------------------------------------------- the corpus
+###  The corpus  ###
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_a_damaged_table_of_passages_is_named(tmp_path):
     prepare.write_corpus(tmp_path / "c.tsv.gz", tmp_path / "o.jsonl")
 
 
-# ---------------------------------------------------------------- several calls into one folder
+###  Several calls into one folder  ###
 
 
 def questions_in(path):
@@ -568,7 +568,7 @@ def test_a_faulty_corpus_leaves_the_manifest_true_to_the_questions_written_befor
   assert done.returncode == 1 and list(truthful(out)["files"]) == ["benchmarks/popqa.jsonl"]
 
 
-# ---------------------------------------------------------------- faulty places and files
+###  Faulty places and files  ###
 
 
 @pytest.mark.parametrize(

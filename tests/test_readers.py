@@ -49,8 +49,7 @@ def write_parquet(path, *rows):
   return path
 
 
-# --- FlashRAG's form
-# ----------------------------------------------------------------------------------------
+###  FlashRAG's form  ###
 
 
 @pytest.mark.parametrize("name", ["nq.jsonl", "nq.jsonl.gz"])
@@ -116,8 +115,7 @@ def test_paths_that_hold_no_questions_are_refused(tmp_path):
     read_questions(tmp_path / "questions.csv")
 
 
-# --- verl's form
-# --------------------------------------------------------------------------------------------
+###  Verl's form  ###
 
 
 def test_reads_verl_parquet(tmp_path):
@@ -200,8 +198,7 @@ def test_a_folder_is_all_its_files(tmp_path):
   assert [question.source for question in read_questions(tmp_path)] == ["nq", "popqa"]
 
 
-# --- hops
-# ---------------------------------------------------------------------------------------------------
+###  Hops  ###
 
 
 @pytest.mark.parametrize(
@@ -231,8 +228,7 @@ def test_a_records_own_hops_win(tmp_path):
   assert [question.hops for question in read_questions(path)] == [0, 2]
 
 
-# --- the order of training
-# ----------------------------------------------------------------------------------
+###  The order of training  ###
 
 
 def questions(count):
@@ -280,8 +276,7 @@ def test_impossible_steps_are_refused(size, step, count):
     questions_at(questions(size), seed=0, step=step, count=count)
 
 
-# --- the folder of real data
-# --------------------------------------------------------------------------------
+###  The folder of real data  ###
 
 
 def test_data_root_says_what_is_missing(tmp_path, monkeypatch):

@@ -37,8 +37,7 @@ def ids(hits):
   return [[passage.id for passage in passages] for passages in hits]
 
 
-# --- corpus
-# -------------------------------------------------------------------------------------------------
+###  Corpus  ###
 
 
 def write(path, *lines):
@@ -116,8 +115,7 @@ def test_bytes_that_are_not_utf8_and_damaged_archives_are_named(tmp_path):
     read_corpus(tmp_path / "nowhere.jsonl")
 
 
-# --- words
-# --------------------------------------------------------------------------------------------------
+###  Words  ###
 
 
 @pytest.mark.parametrize(
@@ -156,8 +154,7 @@ def test_plural_stemmer(word, expected):
   assert bm25.STEMMERS["plural"](word) == expected
 
 
-# --- search
-# -------------------------------------------------------------------------------------------------
+###  Search  ###
 
 
 def test_several_queries_in_one_call_keep_their_order(retriever):
@@ -252,8 +249,7 @@ def test_calls_out_of_range_are_refused(retriever):
     retriever.search("Hamlet", topk=1)
 
 
-# --- cache
-# --------------------------------------------------------------------------------------------------
+###  Cache  ###
 
 
 def test_a_cached_index_is_used_and_answers_alike(tmp_path, retriever, monkeypatch):
@@ -286,8 +282,7 @@ def test_an_interrupted_save_leaves_nothing_to_be_read(tmp_path, monkeypatch):
   assert list(tmp_path.iterdir()) == []
 
 
-# --- isolation
-# ----------------------------------------------------------------------------------------------
+###  Isolation  ###
 
 
 @pytest.mark.parametrize("before", ["", "import jax; "])
@@ -305,8 +300,7 @@ def test_retrieval_does_not_start_jax(before):
   assert done.stdout.strip() == str(bool(before))
 
 
-# --- the real corpus
-# ----------------------------------------------------------------------------------------
+###  The real corpus  ###
 
 
 def test_real_questions_find_their_evidence():

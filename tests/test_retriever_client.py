@@ -210,7 +210,7 @@ def test_another_index_than_at_the_start_stops_the_run():
       asking.search(["b"], 2)
 
 
-# ---------------------------------------------------------------- before any work
+###  Before any work  ###
 
 
 def test_connect_returns_the_manifest():
@@ -296,7 +296,7 @@ def test_a_string_for_queries_and_a_topk_of_none_are_refused():
     asking.search(["abc"], 0)
 
 
-# ---------------------------------------------------------------- the wire format
+###  The wire format  ###
 
 
 TEXTS = strategies.text(strategies.characters(exclude_categories=["Cs"]), max_size=12)
@@ -364,7 +364,7 @@ def test_a_reply_that_makes_no_sense_is_named(body, message):
     wire.parse_reply(body, count=1, topk=3)
 
 
-# ---------------------------------------------------------------- the cache
+###  The cache  ###
 
 
 class Counting:

@@ -351,8 +351,7 @@ def test_a_workdir_keeps_the_manifest_of_its_index_and_refuses_another(tmp_path)
   retrievers.check_same(tmp_path, first)
 
 
-# ---------------------------------------------------------------- the client alone, against a
-# process
+###  The client alone, against a process  ###
 
 
 def test_a_server_that_hangs_is_given_up_in_time_and_works_again_after(corpus):

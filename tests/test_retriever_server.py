@@ -216,7 +216,7 @@ def test_scores_that_are_no_numbers_are_null():
   assert [item["score"] for item in reply.json()["result"][0]] == [None, None, None]
 
 
-# ---------------------------------------------------------------- many at once
+###  Many at once  ###
 
 
 def bodies(*queries, **more):
@@ -346,7 +346,7 @@ def test_settings_out_of_range_are_refused(setting):
     wire.Bounds(max_topk=0)
 
 
-# ---------------------------------------------------------------- the program
+###  The program  ###
 
 
 def start(*flags):

@@ -194,7 +194,7 @@ def tensors():
 
 
 def test_pytorch_reads_the_tensors_that_were_written_without_it():
-  torch = pytest.importorskip("torch", reason="needs torch, which reads what is written")
+  pytest.importorskip("torch", reason="needs torch, which reads what is written")
   found = pickle.loads(torch_wire.named_tensors(tensors()))  # bytes that were made two lines above
   for (name, value), (read_name, tensor) in zip(tensors(), found, strict=True):
     assert name == read_name and tensor.is_contiguous()
@@ -819,7 +819,7 @@ def test_a_config_names_its_servers_and_the_tolerance_follows_the_dtype():
   "change, says",
   [
     (dict(urls=""), "sampler.urls is empty"),
-    (dict(sync="magic"), "sampler.sync='magic' is unknown; choose one of disk, tensor, group"),
+    (dict(sync="magic"), "sampler.sync='magic' is unknown; choose one of disk, group, tensor"),
     (dict(timeout_s=-1.0), "sampler.timeout_s=-1"),
     (dict(sync="group", helper_python="/nowhere/python"), "make sglang"),
   ],

@@ -53,8 +53,7 @@ def test_names_of_tensors():
     fetch.hugging_face_name("blk.0.ffn_gate_exps.weight")
 
 
-# --- a whole model, made here
-# -------------------------------------------------------------------------------
+###  A whole model, made here  ###
 
 
 def tiny_llama():
@@ -243,8 +242,7 @@ def test_without_a_network_the_message_says_the_way_out(tmp_path, monkeypatch):
     fetch.main(["--output", str(tmp_path / "model")])
 
 
-# --- the real model
-# -----------------------------------------------------------------------------------------
+###  The real model  ###
 
 
 @pytest.fixture(scope="module")

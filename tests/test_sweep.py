@@ -42,7 +42,8 @@ with path.open("a") as file:
     time.sleep(float(flags.get("slow", 0)))
     if asked:
       print("saved", flush=True); sys.exit(0)
-  file.write(json.dumps({"step": config["num_steps"], "eval/exact_match": config["advantage"]["alpha"]}) + "\\n")
+  row = {"step": config["num_steps"], "eval/exact_match": config["advantage"]["alpha"]}
+  file.write(json.dumps(row) + "\\n")
 """
 
 
@@ -300,7 +301,8 @@ import pathlib, sys
 from experiments import sweep
 from stratified.runs import sweeps
 folder = pathlib.Path(sys.argv[1])
-jobs = [job for job, _ in sweep.plan({file!r}, "tiny", {{"num_steps": 400}}, ("alpha",), None, folder)]
+plan = sweep.plan({file!r}, "tiny", {{"num_steps": 400}}, ("alpha",), None, folder)
+jobs = [job for job, _ in plan]
 relay = sweeps.Relay()
 print(sweeps.run_all(jobs, relay, train=[sys.executable, {train!r}, "--slow=0.02"]), relay.asked)
 """

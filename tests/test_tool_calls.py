@@ -359,7 +359,10 @@ def test_any_text_is_some_action(pieces):
 
 
 def test_a_template_without_a_place_for_results_is_refused_with_the_way_out():
-  plain = "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+  plain = (
+    "{% for m in messages if m.role != 'tool' %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+  )
   with pytest.raises(ValueError, match="no place for a tool's results.*search_r1"):
     ToolCalls(ChatTemplate(plain), "<|im_end|>")
 

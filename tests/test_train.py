@@ -43,12 +43,13 @@ SETTINGS = {
   "checkpoint.every": 2,
 }
 KEYS = """
-    step reward/mean reward/exact_match rollout/searches_mean rollout/tokens_per_second rollout/failed
-    rollout/invalid_actions rollout/staleness advantage/zero_share advantage/rms strata/count strata/singleton_share
-    strata/share_0 strata/share_1 theory/between_stratum_variance theory/normalization_effect
-    theory/cross_stratum_offset_rms loss/policy loss/kl policy/entropy policy/clip_share policy/logp_gap_mean
-    policy/logp_gap_max grad/norm time/rollout_s time/update_s update/tokens_per_second update/padding_share
-    update/skipped""".split()
+    step reward/mean reward/exact_match rollout/searches_mean rollout/tokens_per_second
+    rollout/failed rollout/invalid_actions rollout/staleness advantage/zero_share advantage/rms
+    strata/count strata/singleton_share strata/share_0 strata/share_1
+    theory/between_stratum_variance theory/normalization_effect theory/cross_stratum_offset_rms
+    loss/policy loss/kl policy/entropy policy/clip_share policy/logp_gap_mean
+    policy/logp_gap_max grad/norm time/rollout_s time/update_s update/tokens_per_second
+    update/padding_share update/skipped""".split()
 
 
 def command(workdir, **changes):
@@ -291,7 +292,10 @@ def test_the_smallest_run_itself_is_accepted():
       {"packing.row_length": 90},
       r"packing\.row_length=90 must be at least rollout\.max_tokens=128",
     ),
-    ({"optimizer.learning_rate": 0.0}, r"learning_rate=0\.0 must be above 0"),
+    (
+      {"optimizer.learning_rate": 0.0},
+      r"optimizer\.learning_rate=0\.0 must be above 0, and finite",
+    ),
     ({"loss.clip_ratio": float("nan")}, r"loss\.clip_ratio=nan must be at least 0, and finite"),
     ({"sampler.lanes": 0}, r"sampler\.lanes=0 must be at least 1"),
     ({"rollout.top_p": 1.5}, r"rollout\.top_p=1\.5 must be above 0 and at most 1"),
@@ -306,7 +310,10 @@ def test_the_smallest_run_itself_is_accepted():
       r"mixture .* asks for up to 3 searches, but max_turns is 2: shorten the mixture",
     ),
     ({"data.entities": 5}, r"entities=5 is out of range"),
-    ({"warm_start.learning_rate": -1.0}, r"learning_rate=-1\.0 must be above 0"),
+    (
+      {"warm_start.learning_rate": -1.0},
+      r"warm_start\.learning_rate=-1\.0 must be above 0, and finite",
+    ),
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -48,6 +48,7 @@ def _step_of(mesh, chain, loss, settings, options):
     CONFIG,
     chain,
     family(**dict(loss)),
+    num_strata=3,
     settings=update.UpdateSettings(**dict(settings)),
     **dict(options),
   )
@@ -480,7 +481,7 @@ def test_a_mini_batch_of_lost_rollouts_alone_moves_nothing(mesh, four_groups):
 
 
 def test_the_sequence_weight_sends_no_gradient_through_what_the_policy_did_not_write(mesh):
-  """The weight of a whole rollout counts its policy tokens' gap; prompt and observation stay out."""
+  """The weight of a whole rollout counts its policy tokens' gap, not prompt and observation."""
   groups = [
     [
       trajectory(

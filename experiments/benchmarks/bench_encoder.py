@@ -5,7 +5,7 @@ compared.
     python experiments/benchmarks/bench_encoder.py [--encoder=DIR] [--corpus=FILE] [--texts=512]
 
 Both sides tokenise, encode, pool and normalise the same passages and then as many short queries, in
-turns; sentence- transformers gets the fastest of several batch sizes. Without --corpus the passages
+turns; sentence-transformers gets the fastest of several batch sizes. Without --corpus the passages
 are those of a generated encyclopedia, a few in one text, so that they are about a hundred words
 long. Ratios are of texts a second by the clock, and of texts a second of processor time, which
 other programs on the machine disturb less.

@@ -1,16 +1,9 @@
 """How much of an accelerator the update and the decoding use, at several model sizes with random
 weights.
 
-    python experiments/benchmarks/bench_gpu.py                                       # 135M, 1.5B
-                                                                                     and 3B, under 8
-                                                                                     minutes on a
-                                                                                     GPU
-    python experiments/benchmarks/bench_gpu.py --sizes=SmolLM2-135M --layers=2 --rows=1 --length=256 --lanes=4     #
-                                                                                                                   try
-                                                                                                                   it
-                                                                                                                   on
-                                                                                                                   a
-                                                                                                                   CPU
+    python experiments/benchmarks/bench_gpu.py    # 135M, 1.5B and 3B, under 8 minutes on a GPU
+    python experiments/benchmarks/bench_gpu.py --sizes=SmolLM2-135M --layers=2 --rows=1 \\
+        --length=256 --lanes=4                    # try it on a CPU
 
 The update is the real one (clipped surrogate, KL to a reference, AdamW on float32 masters, bfloat16
 products, layers rematerialised, logits in chunks) on packed rows of search-like lengths. Its

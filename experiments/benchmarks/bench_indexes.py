@@ -1,9 +1,10 @@
 """What an index finds, holds and costs: recall on real questions, and size and time on random
 vectors.
 
-    python experiments/benchmarks/bench_indexes.py recall --indexes=DIR --questions=FOLDER [--kinds
-    flat hnsw] python experiments/benchmarks/bench_indexes.py scale --counts 1000000 4000000
-    [--dimension=384] [--kinds flat hnsw]
+    python experiments/benchmarks/bench_indexes.py recall --indexes=DIR --questions=FOLDER \\
+        [--kinds flat hnsw]
+    python experiments/benchmarks/bench_indexes.py scale --counts 1000000 4000000 \\
+        [--dimension=384] [--kinds flat hnsw]
 
 `recall` takes the indexes that experiments/build_index.py made in DIR and every question whose gold
 passages are known (`"evidence": "gold"`, their ids in `evidence_ids`). Recall at 3 of a question is
@@ -36,8 +37,7 @@ from stratified.retrieval.memory import IndexConfig
 TOPK = 3
 
 
-# --- recall
-# -------------------------------------------------------------------------------------------------
+###  Recall  ###
 
 
 def gold_questions(folder: pathlib.Path) -> dict[str, list[tuple[str, list[str]]]]:
@@ -142,8 +142,7 @@ def measure_recall(a) -> None:
     a.json.write_text(json.dumps(rows, indent=1))
 
 
-# --- scale
-# --------------------------------------------------------------------------------------------------
+###  Scale  ###
 
 
 class RandomVectors:

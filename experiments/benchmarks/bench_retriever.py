@@ -1,9 +1,10 @@
 """A retrieval server's throughput and latency at 64 clients, against the same server without
 batching.
 
-    python experiments/benchmarks/bench_retriever.py --questions=$STRATIFIED_DATA/questions
-    --corpus=$STRATIFIED_DATA/corpus.jsonl.gz python experiments/benchmarks/bench_retriever.py
-    --questions=... --corpus=... --index=indexes/wiki --kinds=bm25,flat,hnsw,hybrid:flat
+    python experiments/benchmarks/bench_retriever.py --questions=$STRATIFIED_DATA/questions \\
+        --corpus=$STRATIFIED_DATA/corpus.jsonl.gz
+    python experiments/benchmarks/bench_retriever.py --questions=... --corpus=... \\
+        --index=indexes/wiki --kinds=bm25,flat,hnsw,hybrid:flat
 
 Each client is a connection that sends one query, waits for the passages and sends the next, as
 rollouts do; no query repeats. The clients share the machine with the server. `one at a time` is the

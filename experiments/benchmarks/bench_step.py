@@ -1,10 +1,8 @@
 """Where the time of a training step goes: rollout, retrieval, update, everything else; and the
 share of padding.
 
-    python experiments/benchmarks/bench_step.py --workdir=runs/tiny      # a run that exists
-    python experiments/benchmarks/bench_step.py [--steps=20] [--warm-start=300]    # a short run of
-                                                                                   `tiny` made for
-                                                                                   this
+    python experiments/benchmarks/bench_step.py --workdir=runs/tiny    # a run that exists
+    python experiments/benchmarks/bench_step.py [--steps=20] [--warm-start=300]    # a run of `tiny`
 
 A share is a sum of seconds over the sum of whole steps. Left out are the first step, which
 compiles, and each step right after an evaluation, whose time is no part of training.

@@ -1,15 +1,15 @@
 """Speed of the update against PyTorch: same model, loss, gradients, clipping and AdamW, on the same
 cores.
 
-    python experiments/benchmarks/bench_update.py [--model=tiny] [--repeats=5] [--workdir=RUN]
-    [--compile] [--json=FILE] python experiments/benchmarks/bench_update.py
-    --model=.cache/models/smollm2-135m-instruct --rows=1 --length=512 --rollouts=8
+    python experiments/benchmarks/bench_update.py [--model=tiny] [--repeats=5] [--workdir=RUN] \\
+        [--compile] [--json=FILE]
+    python experiments/benchmarks/bench_update.py --model=.cache/models/smollm2-135m-instruct \\
+        --rows=1 --length=512 --rollouts=8
 
 Three comparisons, in tokens a second that are no padding:
   full     rows that are full on both sides, so nothing is lost to padding;
   real     the lengths of search rollouts, the encyclopedia's demonstrations or those of --workdir:
-           PyTorch pads each
-           mini-batch to its longest rollout, here they are packed;
+           PyTorch pads each mini-batch to its longest rollout, here they are packed;
   sorted   the same rollouts where PyTorch sorts them by length first, which few trainers do.
 PyTorch gets transformers' model with its fused attention and no attention mask (causal attention
 needs none where padding is on the right), the faster of its AdamW implementations, and of several

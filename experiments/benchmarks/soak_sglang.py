@@ -1,9 +1,9 @@
 """Rollouts through real SGLang servers, of which one after another is killed, for as long as asked.
 
-    python experiments/benchmarks/soak_sglang.py [--minutes=10] [--rollouts=200] [--servers=2]
-    [--sync=disk] [--json=FILE]
-    python experiments/benchmarks/soak_sglang.py --model=DIR --launch="--gpus 0,1" --tolerance=0.1 --dtype=bfloat16     on
-                                                                                                                        GPUs
+    python experiments/benchmarks/soak_sglang.py [--minutes=10] [--rollouts=200] [--servers=2] \\
+        [--sync=disk] [--json=FILE]
+    python experiments/benchmarks/soak_sglang.py --model=DIR --launch="--gpus 0,1" \\
+        --tolerance=0.1 --dtype=bfloat16          # on GPUs
 
 Each step gives the servers other weights and runs rollouts with two searches each, while at random
 times one server is killed with all its processes and started again, which leaves it with the

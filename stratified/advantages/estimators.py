@@ -9,23 +9,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from stratified import outside
 from stratified.advantages import batch, group
 from stratified.config import setting, Settings
 
-GROUP = {
-  "gn": group.gn,
-  "san": group.san,
-  "blend": group.blend,
-  "centered": group.centered,
-  "stratified": group.stratified,
-  "loo": group.loo,
-  "stratified_loo": group.stratified_loo,
-  "shrunk": group.shrunk,
-  "two_term": group.two_term,
-  "dr_grpo": group.dr_grpo,
-  "reinforce": group.reinforce,
-  "san_rms": group.san_rms,
-}
+GROUP = group.ESTIMATORS
 BATCH = {"reinforce_batch": batch.reinforce_batch, "gn_batch": batch.gn_batch}
 # What every estimator may be given: `match_rms` wraps it, and every config has an alpha.
 COMMON = ("match_rms", "alpha")
@@ -39,7 +27,9 @@ class AdvantageSettings(Settings):
   """The estimator of the advantage, and its options; None leaves the estimator's own default."""
 
   SECTION: ClassVar[str] = "advantage"
-  name: str = option("blend", f"the estimator: {', '.join(GROUP | BATCH)}")
+  name: str = option(
+    "blend", "the estimator: gn, san, blend, loo, dr_grpo, ... (advantages/estimators.py)"
+  )
   alpha: float | None = option(0.6, "blend: weight of SAN against GN", low=0, high=1)
   eps: float = option(1e-6, "added to a standard deviation, in units of reward", low=0)
   ddof: int = option(0, "a standard deviation divides by n - ddof", low=0)
@@ -89,15 +79,15 @@ class AdvantageSettings(Settings):
     """Raises ValueError where groups of K rollouts are too small for these options."""
     if self.ddof >= samples_per_question:
       raise ValueError(
-        f"advantage.ddof={self.ddof}, but the standard deviation of a group divides by K - ddof and "
-        f"K is {samples_per_question}; lower it below rollout.samples_per_question (0 is the "
+        f"advantage.ddof={self.ddof}, but the standard deviation of a group divides by K - ddof "
+        f"and K is {samples_per_question}; lower it below rollout.samples_per_question (0 is the "
         "paper's)"
       )
     if samples_per_question == 1 and self.is_relative:
       raise ValueError(
         f"rollout.samples_per_question=1 leaves advantage.name={self.name!r} nothing to compare a "
-        "rollout with, so that every advantage is 0; sample at least 2, or choose one of reinforce, "
-        f"{', '.join(sorted(BATCH))}"
+        "rollout with, so that every advantage is 0; sample at least 2, or choose one of "
+        f"reinforce, {', '.join(sorted(BATCH))}"
       )
 
   @property
@@ -110,11 +100,37 @@ def kernel_of(name: str) -> Callable:
   """The kernel of that name; raises ValueError, one sentence, where there is none."""
   if name in GROUP | BATCH:
     return (GROUP | BATCH)[name]
+  if ":" in name:
+    return from_outside(name)
   hint = "; gae and gigpo work on turns or tokens: algorithm.name=ppo, gigpo"
+  known = ", ".join(sorted(GROUP | BATCH))
   raise ValueError(
-    f"advantage.name={name!r} is no estimator over rewards; choose one of "
-    f"{', '.join(sorted(GROUP | BATCH))}{hint if name in ('gae', 'gigpo') else ''}"
+    f"advantage.name={name!r} is no estimator over rewards; choose one of {known}, or name your "
+    f"own as module:function{hint if name in ('gae', 'gigpo') else ''}"
   )
+
+
+@functools.cache
+def from_outside(spec: str) -> Callable:
+  """A group estimator of your own, `module:function`, tried on a made-up group.
+
+  It is called as f(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof) under jit and vmap.
+  """
+  named = ("num_strata", "mask_k", "eps", "ddof")
+  kernel = outside.function("advantage.name", spec, "reward_k", "stratum_k", named=named)
+  reward_k, stratum_k = jnp.float32([1, 0, 0, 1]), jnp.int32([0, 1, 1, 1])
+
+  def call():
+    options = dict(num_strata=2, mask_k=jnp.ones(4), eps=1e-6, ddof=0)
+    return jax.jit(lambda r, s: kernel(r, s, **options))(reward_k, stratum_k)
+
+  def wrong(value):
+    if getattr(value, "shape", None) != (4,):
+      return "it must return one advantage a rollout, [K]"
+    return None if bool(jnp.isfinite(value).all()) else "advantages must be finite"
+
+  outside.trial("advantage.name", spec, call, wrong)
+  return kernel
 
 
 def options(name: str) -> list[str]:
@@ -166,7 +182,7 @@ def estimator(settings: AdvantageSettings, *, num_strata: int, alpha: Any = None
   schedule = {"alpha": settings.alpha if alpha is None else alpha}
   schedule |= {key: getattr(settings, key) for key in SCHEDULE}
   scheduled = name == "blend" and schedule["alpha"] is not None
-  by_question = name in GROUP and own.get("over", "question") == "question"
+  by_question = name not in BATCH and own.get("over", "question") == "question"
   gn = functools.partial(group.gn, num_strata=num_strata, eps=settings.eps, ddof=settings.ddof)
 
   def estimate(reward_qk, stratum_qk, valid_qk, step):

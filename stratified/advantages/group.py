@@ -21,17 +21,40 @@ deviates by exactly 0, so no kernel returns NaN for finite rewards. All raise As
 wrong rank or shape, when traced.
 """
 
+from collections.abc import Callable
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 
 from stratified.advantages import segments
 
-_kernel = functools.partial(jax.jit, static_argnames=("num_strata", "over"))
-_san_kernel = functools.partial(
-  jax.jit, static_argnames=("num_strata", "over", "fallback", "fallback_on")
-)
+
+def estimator(formula: Callable) -> Callable:
+  """A kernel from its formula: `formula(g, *, eps, ddof, own options)`, those it uses alone.
+
+  g is the group as masked sums (`segments.prepare`). An option with a default of text is a choice,
+  fixed when the kernel is traced; the others are traced numbers.
+  """
+  own = dict(inspect.signature(formula).parameters)
+  own.pop("g")
+  choices = [name for name, option in own.items() if isinstance(option.default, str)]
+
+  @functools.wraps(formula)
+  def kernel(
+    reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", **options
+  ):
+    g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
+    common = {name: value for name, value in (("eps", eps), ("ddof", ddof)) if name in own}
+    return formula(g, **common, **options).astype(g.reward.dtype)
+
+  fixed = inspect.signature(kernel, follow_wrapped=False).parameters
+  options = {name: option for name, option in own.items() if name not in fixed}
+  kernel.__signature__ = inspect.Signature(
+    [*(one for one in fixed.values() if one.kind != one.VAR_KEYWORD), *options.values()]
+  )
+  return jax.jit(kernel, static_argnames=("num_strata", "over", *choices))
 
 
 def _centered(g):
@@ -57,29 +80,17 @@ def _own_share(g, kappa):
   return g.stratum.count / (g.stratum.count + kappa)
 
 
-@_kernel
-def gn(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+@estimator
+def gn(g, *, eps, ddof):
   """Group normalisation, GRPO's advantage: (R_i - R_g) / (s_g + eps).
 
   Source: arXiv 2402.03300 (outcome supervision); arXiv 2510.06214, Proposition 3.
   """
-  return _gn(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over), eps, ddof)
+  return _gn(g, eps, ddof)
 
 
-@_san_kernel
-def san(
-  reward_k,
-  stratum_k,
-  *,
-  num_strata,
-  mask_k=None,
-  eps=1e-6,
-  ddof=0,
-  over="question",
-  fallback="zero",
-  fallback_on="singleton",
-  kappa=1.0,
-):
+@estimator
+def san(g, *, eps, ddof, fallback="zero", fallback_on="singleton", kappa=1.0):
   """Stratified advantage normalisation: (R_i - R_k) / (s_k + eps).
 
   A stratum without spread carries no within-stratum signal and gets 0; `fallback` gives it another
@@ -92,7 +103,6 @@ def san(
 
   Source: arXiv 2510.06214, Definition 1; the fallbacks are ours.
   """
-  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   stratified = _stratified(g)
   san_k = segments.over_deviation(stratified, segments.deviation(g.stratum, stratified, ddof), eps)
   if fallback == "zero":
@@ -105,41 +115,29 @@ def san(
   return jnp.where(lone & g.mask, share * _gn(g, eps, ddof), san_k)
 
 
-@_kernel
-def blend(
-  reward_k,
-  stratum_k,
-  *,
-  num_strata,
-  mask_k=None,
-  eps=1e-6,
-  ddof=0,
-  over="question",
-  alpha=0.6,
-  kappa=None,
-):
+@estimator
+def blend(g, *, eps, ddof, alpha=0.6, kappa=None):
   """alpha SAN + (1 - alpha) GN, alpha in [0, 1].
 
   With `kappa`, stratum k has its own alpha_k = n_k / (n_k + kappa) instead. The default alpha is
   the paper's for a base model. Source: arXiv 2510.06214, Definition 2; alpha_k is ours.
   """
-  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   alpha = alpha if kappa is None else _own_share(g, kappa)
-  return (alpha * _san(g, eps, ddof) + (1 - alpha) * _gn(g, eps, ddof)).astype(g.reward.dtype)
+  return alpha * _san(g, eps, ddof) + (1 - alpha) * _gn(g, eps, ddof)
 
 
-@_kernel
-def centered(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+@estimator
+def centered(g):
   """R_i - R_g, the global advantage; `eps` and `ddof` change nothing. Source: arXiv 2510.06214,
   Prop. 1."""
-  return _centered(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over))
+  return _centered(g)
 
 
-@_kernel
-def stratified(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+@estimator
+def stratified(g):
   """R_i - R_k, the stratified advantage; `eps`, `ddof` change nothing. Source: arXiv 2510.06214,
   Prop. 1."""
-  return _stratified(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over))
+  return _stratified(g)
 
 
 def _leave_one_out(centered, count):
@@ -147,46 +145,37 @@ def _leave_one_out(centered, count):
   return jnp.where(count > 1, centered * count / jnp.maximum(count - 1, 1), 0)
 
 
-@_kernel
-def loo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+@estimator
+def loo(g):
   """R_i minus the mean reward of the group's other rollouts; 0 without others. Source: RLOO,
   2402.14740."""
-  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return _leave_one_out(_centered(g), g.group.count)
 
 
-@_kernel
-def stratified_loo(
-  reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"
-):
+@estimator
+def stratified_loo(g):
   """R_i minus the mean reward of the other rollouts of its stratum; 0 for a singleton.
 
   RLOO (arXiv 2402.14740) inside the strata of arXiv 2510.06214. A stratum of probability p gets the
   share 1 - (1 - p)^(K - 1) of its expected gradient, where `stratified` gets 1 - (1 - (1 - p)^K) /
   (K p).
   """
-  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return _leave_one_out(_stratified(g), g.stratum.count)
 
 
-@_kernel
-def shrunk(
-  reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", kappa=1.0
-):
+@estimator
+def shrunk(g, *, kappa=1.0):
   """R_i - (w R_k + (1 - w) R_g), w = n_k / (n_k + kappa).
 
   kappa 0 is `stratified`, kappa to infinity `centered`. The shrinkage of a small stratum's mean to
   the group's, as in empirical Bayes; ours.
   """
-  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   w = _own_share(g, kappa)
-  return (w * _stratified(g) + (1 - w) * _centered(g)).astype(g.reward.dtype)
+  return w * _stratified(g) + (1 - w) * _centered(g)
 
 
-@_kernel
-def two_term(
-  reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", lam=1.0
-):
+@estimator
+def two_term(g, *, lam=1.0):
   """(R_i - R_k) + lam (R_k - R_g): the act inside a stratum and the choice of stratum, weighted
   apart.
 
@@ -194,35 +183,33 @@ def two_term(
   every step (theory.diagnostics). Source: the two parts of arXiv 2510.06214, Proposition 1; the
   weight is ours.
   """
-  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   between = jnp.where(g.mask, g.stratum.total(_centered(g)) / g.stratum.count, 0)
-  return (_stratified(g) + lam * between).astype(g.reward.dtype)
+  return _stratified(g) + lam * between
 
 
-@_kernel
-def dr_grpo(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+@estimator
+def dr_grpo(g):
   """R_i - R_g, without the standard deviation: `centered` under its paper's name.
 
   The paper's second half, a loss summed over tokens and divided by a constant length, is a choice
   of loss aggregation. Source: Dr. GRPO, arXiv 2503.20783.
   """
-  return _centered(segments.prepare(reward_k, stratum_k, mask_k, num_strata, over))
+  return _centered(g)
 
 
-@_kernel
-def reinforce(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+@estimator
+def reinforce(g):
   """R_i, no baseline (Williams, 1992). `eps` and `ddof` change nothing."""
-  return segments.prepare(reward_k, stratum_k, mask_k, num_strata, over).reward
+  return g.reward
 
 
-@_kernel
-def san_rms(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question"):
+@estimator
+def san_rms(g, *, eps, ddof):
   """SAN scaled to GN's root mean square over the group: the same size of step, another direction.
 
   For comparing directions: a degenerate stratum lowers SAN's root mean square below GN's. A group
   where SAN is all 0 stays so. Ours.
   """
-  g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
   return match_rms(_san(g, eps, ddof), _gn(g, eps, ddof), g.mask)
 
 
@@ -233,3 +220,20 @@ def match_rms(advantage, target, mask):
     jnp.sqrt(jnp.sum(jnp.where(mask > 0, jnp.square(x), 0))) for x in (advantage, target)
   )
   return jnp.where(own == 0, 0, advantage * (wanted / jnp.where(own == 0, 1, own)))
+
+
+# What `advantage.name` may say.
+ESTIMATORS = {
+  "gn": gn,
+  "san": san,
+  "blend": blend,
+  "centered": centered,
+  "stratified": stratified,
+  "loo": loo,
+  "stratified_loo": stratified_loo,
+  "shrunk": shrunk,
+  "two_term": two_term,
+  "dr_grpo": dr_grpo,
+  "reinforce": reinforce,
+  "san_rms": san_rms,
+}

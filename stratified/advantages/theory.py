@@ -96,10 +96,13 @@ def gradient_parts(reward_k, stratum_k, score, *, num_strata: int, mask_k=None, 
 def variance_terms(reward_k, stratum_k, *, num_strata: int, mask_k=None, eps=1e-6):
   """Theorem 2, Var[R - R_g] - Var[SAN] = Term A + Term B: the two terms, scalars.
 
-  Term A, which is Theorem 1's difference Var[R - R_g] - Var[R - R_k]:  (1/n) sum_k n_k (R_k -
-                                                                        R_g)^2
-  Term B, the effect of normalising:                     (1/n) sum_k n_k s_k^2 (1 - 1 / (s_k +
-                                                         eps)^2)
+  Term A, which is Theorem 1's difference Var[R - R_g] - Var[R - R_k]:
+
+      (1/n) sum_k n_k (R_k - R_g)^2
+
+  Term B, the effect of normalising:
+
+      (1/n) sum_k n_k s_k^2 (1 - 1 / (s_k + eps)^2)
   """
   g = segments.prepare(reward_k, stratum_k, mask_k, num_strata)
   within_k, between_k = _centered_parts(g)

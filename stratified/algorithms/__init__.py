@@ -10,11 +10,14 @@ from collections.abc import Callable
 import dataclasses
 from typing import ClassVar, NamedTuple
 
+from stratified import outside
 from stratified.algorithms.base import Algorithm
+from stratified.algorithms.gigpo import Gigpo
 from stratified.algorithms.grpo import Grpo
+from stratified.algorithms.ppo import Ppo
 from stratified.config import setting, Settings
 
-METHODS = {"grpo": Grpo}
+METHODS = {"grpo": Grpo, "ppo": Ppo, "gigpo": Gigpo}
 # Every class of settings once, in the order of the methods.
 SETTINGS = tuple(dict.fromkeys(cls for method in METHODS.values() for cls in method.SETTINGS))
 
@@ -33,10 +36,33 @@ class Facts(NamedTuple):
   num_strata: int
   samples_per_question: int
   max_tokens: int
+  max_turns: int  # generations of a rollout at most
 
 
 def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:
-  """The method of that name; raises ValueError, one sentence, where it or its settings can't be."""
+  """The method of that name; raises ValueError, one sentence, where it or a setting can't be."""
+  if ":" in name:
+    return _from_outside(name, read, facts)
   if name not in METHODS:
-    raise ValueError(f"algorithm.name={name!r} is unknown; choose one of {', '.join(METHODS)}")
+    raise ValueError(
+      f"algorithm.name={name!r} is unknown; choose one of {', '.join(METHODS)}, or name your own "
+      "as module:name"
+    )
   return METHODS[name].make(read, facts)
+
+
+def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:
+  """`module:name`: an Algorithm's class with `make`, or a function (read, facts) -> Algorithm."""
+  found = outside.load("algorithm.name", name)
+  make = getattr(found, "make", found)
+  if not callable(make):
+    raise ValueError(
+      f"algorithm.name is {name!r}, which is {found!r}; name a subclass of Algorithm with "
+      "make(read, facts), or a function that returns an Algorithm"
+    )
+  made = make(read, facts)
+  if not isinstance(made, Algorithm):
+    raise ValueError(
+      f"algorithm.name is {name!r}, which made {type(made).__name__}; it must make an Algorithm"
+    )
+  return made

@@ -2,7 +2,8 @@
 
 The learner is blind to the method. A step's loss is a sum of components; component `name` is
 
-    sum over tokens of  weight(token) x loss(token),   weight = stream / (what aggregation divides by)
+    sum over tokens of  weight(token) x loss(token)
+    weight = stream / (what aggregation divides by)
 
 where the stream of that name says on the host how much each token counts. A step is
 
@@ -19,8 +20,11 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from stratified import sharding
 from stratified.types import Batch, Trajectory
 
 
@@ -114,6 +118,20 @@ def by_origin(
   return [
     of[segment.origin] for segment in trajectory.segments for _ in range(len(segment.token_ids))
   ]
+
+
+def by_rollout(x_art, trajectory_art, shape: tuple[int, int]):
+  """[Q, K] sums over each rollout's tokens of [A, R, T] values, whole on every device."""
+  count = shape[0] * shape[1]
+  local = lambda x, index: jnp.zeros(count, x.dtype).at[index.reshape(-1)].add(x.reshape(-1))
+  if not sharding.meshed():
+    return local(x_art, trajectory_art).reshape(shape)
+  rows = sharding.spec(None, "row", None)
+  summed = jax.shard_map(
+    lambda x, index: jax.lax.psum(local(x, index), ("data", "fsdp")),
+    in_specs=(rows, rows), out_specs=jax.P(), check_vma=False,
+  )(x_art, trajectory_art)  # fmt: skip
+  return sharding.constrain(summed.reshape(shape), "question", None)
 
 
 class Stage(NamedTuple):

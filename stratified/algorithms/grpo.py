@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from stratified import advantages, losses
-from stratified.advantages import theory
 from stratified.algorithms.base import Algorithm, Credit, Loss
 from stratified.config import setting, Settings
 
@@ -53,8 +52,7 @@ class PolicyLossSettings(Settings):
   )
   old_log_probs: str = setting(
     "trainer",
-    "whose log-probs the ratio is taken to: the trainer's before the step's first update, "
-    "or the sampler's",
+    "the ratio is to the log-probs of: the trainer before the step's first update, or the sampler",
     choices=("trainer", "sampler"),
     affects=TRAINING,
   )
@@ -86,8 +84,8 @@ class PolicyLossSettings(Settings):
       )
     if self.importance == "sequence" and not self.importance_cap:
       raise ValueError(
-        "loss.importance='sequence' does nothing without a cap; set --config.loss.importance_cap=2, "
-        "or leave importance at token"
+        "loss.importance='sequence' does nothing without a cap; set "
+        "--config.loss.importance_cap=2, or leave importance at token"
       )
 
 
@@ -117,15 +115,7 @@ class Grpo(Algorithm):
     """A = estimator(R, strata), for every token of a rollout alike."""
     estimate = advantages.estimator(self.advantage, num_strata=self.num_strata)
     advantage_qk = estimate(batch.reward_qk, batch.stratum_qk, batch.valid_qk, step)
-    stats = theory.diagnostics(
-      batch.reward_qk,
-      batch.stratum_qk,
-      batch.valid_qk,
-      advantage_qk,
-      num_strata=self.num_strata,
-      eps=self.advantage.eps,
-    )
-    return Credit(advantage_qk, {"advantage": advantage_qk}, stats)
+    return Credit(advantage_qk, {"advantage": advantage_qk}, {})
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:
     """-min(rho A, clip(rho) A) + kl_coefficient x KL(policy || reference), by token."""

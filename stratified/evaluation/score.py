@@ -16,7 +16,8 @@ def score(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
   """The numbers of one rollout: exact_match, f1 (None for a lost one), searches, calls by tool,
   invalid, tokens, hops, fault.
 
-  `calls` counts those of `tools`, called or not, and of whatever else was called; `tokens` counts all that was sampled for it, also beside the rollout (`side_tokens`).
+  `calls` counts those of `tools`, called or not, and of whatever else was called; `tokens` counts
+  all that was sampled for it, also beside the rollout (`side_tokens`).
   """
   question, lost = trajectory.question, trajectory.fault is not None
   return {
@@ -46,10 +47,11 @@ def summarise(
   """The same of rows that `score` made, [Q][K].
 
   Returns {"count", "failed", "exact_match", "exact_match_error", "f1", "searches_mean",
-  "calls_mean": {other tool: mean}, "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the error is the standard error of the
-  mean over questions. Means of nothing are None. With several rollouts a question also
-  "exact_match_any", the share of questions that at least one of them answered; `with_intervals`
-  also "exact_match_interval" and "f1_interval", the 95 % intervals over questions.
+  "calls_mean": {other tool: mean}, "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the
+  error is the standard error of the mean over questions. Means of nothing are None. With several
+  rollouts a question also "exact_match_any", the share of questions that at least one of them
+  answered; `with_intervals` also "exact_match_interval" and "f1_interval", the 95 % intervals over
+  questions.
   """
   result = _means(groups, with_intervals)
   known = sorted({row["hops"] for group in groups for row in group if row["hops"] is not None})

@@ -1,4 +1,4 @@
-"""The training state: made sharded at step 0, described without its values, moved between memories."""
+"""The training state: made sharded at step 0, described without values, moved between memories."""
 
 from collections.abc import Callable, Collection
 import functools

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import optax
 
 from stratified import losses, sharding
+from stratified.advantages import theory
 from stratified.algorithms.base import Algorithm, Loss, Outputs
 from stratified.config import setting, Settings
 from stratified.learner import state as states
-from stratified.policy import decoder, log_probs, lora
+from stratified.policy import decoder, heads, log_probs, lora
 from stratified.types import Batch, TrainState
-
-P = jax.P
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,8 @@ def make_update(
   algorithm: Algorithm,
   *,
   settings: UpdateSettings = UpdateSettings(),
+  num_strata: int = 0,
+  eps: float = 1e-6,
   temperature: float = 1.0,
   chunk: int | None = None,
   adapter: lora.LoraConfig | None = None,
@@ -53,6 +54,8 @@ def make_update(
 
   Args:
     algorithm: what credit and losses are.
+    num_strata, eps: of the diagnostics of advantages and strata (`theory.diagnostics`); with 0
+      strata there are none.
     temperature, chunk: of the log-probs (`log_probs.token_log_probs`).
     adapter: trains the adapters in state.params beside the frozen weights in state.reference, which
       are the reference of the KL too; None trains every weight.
@@ -92,7 +95,8 @@ def make_update(
       return state, (means, maxima, skipped)
 
     state, stats = _repeat(one_update, state, settings)
-    stats = credit.stats | stats | {"advantage_qk": replicate(credit.advantage_qk)}
+    stats |= credit.stats | _diagnostics(batch, credit.advantage_qk, num_strata, eps)
+    stats["advantage_qk"] = sharding.replicate(credit.advantage_qk)
     return state._replace(step=state.step + 1), stats
 
   return OnMesh(mesh, jax.jit(states.from_host(step, host), donate_argnums=0))
@@ -114,6 +118,14 @@ class OnMesh:
       return self.jitted.lower(*args)
 
 
+def _diagnostics(batch: Batch, advantage_qk, num_strata: int, eps: float) -> dict[str, Any]:
+  if not num_strata:
+    return {}
+  return theory.diagnostics(
+    batch.reward_qk, batch.stratum_qk, batch.valid_qk, advantage_qk, num_strata=num_strata, eps=eps
+  )
+
+
 def _forward(model, adapter, temperature, chunk, params, reference, micro, *, reference_logp=None):
   """The policy's Outputs on a micro-batch; `reference_logp` where it is known already."""
 
@@ -123,10 +135,16 @@ def _forward(model, adapter, temperature, chunk, params, reference, micro, *, re
       model, params, x, micro.token_art, temperature=temperature, chunk=chunk
     )
 
-  x, logp, entropy = log_probs_of(lora.join(adapter, reference, params) if adapter else params)
+  params = lora.join(adapter, reference, params) if adapter else params
+  x, logp, entropy = log_probs_of(params)
+  # As a token's log-prob, its value is read off what stands before it.
+  extra = {
+    name: log_probs.shifted(heads.outputs(model, params, name, x)[..., 0], 1)
+    for name in model.heads
+  }
   if reference_logp is None and reference is not None:
     reference_logp = jax.lax.stop_gradient(log_probs_of(reference)[1])
-  return Outputs(logp, entropy, reference_logp, {})
+  return Outputs(logp, entropy, reference_logp, extra)
 
 
 def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
@@ -163,12 +181,7 @@ def _micro_batch(batch: Batch, before: Outputs | None, credit: dict[str, Any], i
 
 def flat(x_qk):
   """[Q, K] -> [Q K], whole on every device: any row may hold any rollout's tokens."""
-  return replicate(x_qk).reshape(-1)
-
-
-def replicate(x_qk):
-  """A small array whole on every device."""
-  return x_qk if not sharding.meshed() else jax.sharding.reshard(x_qk, P(None, None))
+  return sharding.replicate(x_qk).reshape(-1)
 
 
 def of_token(x_n, micro: Batch):
@@ -200,7 +213,7 @@ def _counts(batch: Batch, m, mini_batches: int) -> Counts:
 
 
 def _weighted(components: dict[str, Loss], micro: Batch, counts: Counts):
-  """(loss, (sums, maxima)) of a micro-batch: weight x loss over all components; all are additive."""
+  """(loss, (sums, maxima)) of a micro-batch: weight x loss over all components; both add up."""
   totals, sums, maxima = [], {}, {}
   for name, loss in components.items():
     stream = micro.stream_art[name]

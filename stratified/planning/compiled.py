@@ -374,7 +374,10 @@ def _against(device: costs.Device, plan: Plan, found: dict[str, Any], margin: fl
     "most "
     f"{plan.config.sampler.lanes / decode:,.0f} tokens a second a device",
   ]
-  verdict = f"{most / 1e9:.2f} of {device.capacity / 1e9:.0f} GB, {100 * (1 - most / device.capacity):.0f} % free"
+  verdict = (
+    f"{most / 1e9:.2f} of {device.capacity / 1e9:.0f} GB, "
+    f"{100 * (1 - most / device.capacity):.0f} % free"
+  )
   if fits(plan, found, margin):
     return lines + [f"FITS: {verdict}"]
   way = way_to_fit(plan, found, margin)

@@ -43,7 +43,8 @@ def forward_flops(
 ) -> float:
   """FLOPs of one forward pass over `tokens` tokens that attend to `seen` tokens each on average.
 
-  2 tokens (weights of all linear layers + width x vocabulary) + 4 tokens seen heads head_dim layers,
+  2 tokens (weights of all linear layers + width x vocabulary)
+  + 4 tokens seen heads head_dim layers,
   where a local layer sees no more than its window
   """
   table = decoder.weights(config)

@@ -3,10 +3,10 @@
 What it is stands in `config.DecoderConfig`, its weights in `weights.ROWS`, how Hugging Face names
 it in `families`. Here is what it computes, functions of one flat dict of parameters:
 
-    hidden_rtd = hidden(config, params, token_rt, position_rt, segment_rt)      # the update: packed
-                                                                                rows, scanned layers
-    hidden_btd, cache = extend(config, layers, token_bt, position_bt, cache)    # the sampler: a
-                                                                                key-value cache
+    # the update: packed rows, scanned layers
+    hidden_rtd = hidden(config, params, token_rt, position_rt, segment_rt)
+    # the sampler: a key-value cache
+    hidden_btd, cache = extend(config, layers, token_bt, position_bt, cache)
     logits_btv = logits(config, params, hidden_btd)
 
 Shapes: r rows or b lanes, t tokens, d width, h query heads, g key-value heads, k head dimension, v

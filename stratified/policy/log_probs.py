@@ -2,8 +2,8 @@
 
 For each position t the logits z_v = hidden_t . w_v / temperature give
 
-    logp = z_target - log sum_v exp z_v            entropy = log sum_v exp z_v - sum_v softmax(z)_v
-                                                   z_v
+    logp = z_target - log sum_v exp z_v
+    entropy = log sum_v exp z_v - sum_v softmax(z)_v z_v
 
 computed in chunks of positions whose logits the backward pass makes again. The vocabulary is split
 over the axes `tensor` and `fsdp`: each device takes the hidden states of its `fsdp` group, reduces
@@ -34,7 +34,7 @@ def token_log_probs(
   if length % chunk:
     raise ValueError(f"chunk={chunk} does not divide the row length {length}; choose a divisor")
   weight = decoder.output_weight(config, params)
-  target_rt = _shifted(sharding.constrain(token_rt, "row", None), -1)
+  target_rt = shifted(sharding.constrain(token_rt, "row", None), -1)
   if not sharding.meshed():
     logp, entropy = _local(
       hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False
@@ -52,10 +52,10 @@ def token_log_probs(
       ),
       out_specs=(rows, rows),
     )(hidden_rtd, weight, target_rt, jnp.float32(1 / temperature))
-  return _shifted(logp, 1), _shifted(jax.lax.stop_gradient(entropy), 1)
+  return shifted(logp, 1), shifted(jax.lax.stop_gradient(entropy), 1)
 
 
-def _shifted(x_rt, by: int):
+def shifted(x_rt, by: int):
   """Each row moved to the right by so many positions, zeros in place of what is missing."""
   return jax.lax.pad(x_rt, jnp.zeros((), x_rt.dtype), ((0, 0, 0), (by, -by, 0)))
 

@@ -16,17 +16,8 @@ from typing import Any, Literal
 from stratified.evaluation import intervals
 from stratified.reports import axes, score_table
 from stratified.reports.text import fixed
-from stratified.runs.workdir import (
-  differing,
-  find,
-  grouped,
-  is_number,
-  MAIN,
-  natural,
-  problem,
-  read,
-  Run,
-)
+from stratified.runs.groups import differing, grouped
+from stratified.runs.workdir import find, is_number, MAIN, natural, problem, read, Run
 
 LAST = 10  # training steps that the end of a noisy curve is read from
 _START = "start/exact_match"

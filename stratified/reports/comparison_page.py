@@ -7,6 +7,7 @@ from typing import Any
 from stratified import files
 from stratified.reports import comparison, plots, text
 from stratified.reports.comparison import Comparison
+from stratified.runs import groups
 from stratified.runs import workdir as workdirs
 
 # Title, key of metrics.jsonl, percent, whether it is recorded at few steps only, what it tells.
@@ -80,7 +81,7 @@ def looks_of(made: Comparison) -> dict[str, tuple[int, bool]]:
   """{label: (color, dashed)}: shades in order where one number alone tells the groups apart, else
   colours."""
   every = [run for runs in made.groups.values() for run in runs]
-  keys = workdirs.differing(every)
+  keys = groups.differing(every)
   ordered = len(keys) == 1 and all(
     workdirs.is_number(run.config.get(keys[0])) for run in every if run.config
   )

@@ -91,7 +91,9 @@ def words(text: str) -> list[str]:
 class BM25:
   """Searches passages by BM25 (Lucene's variant) over title and text.
 
-  score(q, d) = sum over distinct words w of q of  idf(w) * tf / (tf + k1 * (1 - b + b * len(d) /
+  score(q, d) = sum over distinct words w of q of
+                idf(w) * tf / (tf + k1 * (1 - b + b * len(d) / mean len)),
+  idf(w) * tf / (tf + k1 * (1 - b + b * len(d) /
                                                    mean len)),
   idf(w) = log(1 + (N - df + 0.5) / (df + 0.5)); tf counts w in d, df the passages that hold w, N
   all.

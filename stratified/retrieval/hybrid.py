@@ -9,8 +9,8 @@ from stratified.retrieval.corpus import Passage
 class Hybrid:
   """Fuses the rankings of retrievers that share a corpus, without regard to their scores.
 
-  score(d) = sum over retrievers that rank d among their first `depth` of  1 / (k + rank(d)), ranks
-                                                                           from 1.
+  score(d) = sum of 1 / (k + rank(d)) over the retrievers that rank d among their first `depth`,
+  ranks from 1.
   """
 
   def __init__(self, retrievers: Sequence[Any], *, k: float = 60.0, depth: int = 10):

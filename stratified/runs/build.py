@@ -20,10 +20,11 @@ from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm, Stage
 from stratified.algorithms.supervised import Supervised
 from stratified.config import read
-from stratified.learner import batching, update
+from stratified.learner import batching, trial, update
 from stratified.learner import optimizer as optimizers
-from stratified.policy import attention, decoder, lora
+from stratified.policy import decoder, lora
 from stratified.policy.files import hugging_face
+from stratified.policy.settings import check_platform, decoder_config, PolicySettings
 from stratified.retrieval import retrievers
 from stratified.runs import samplers, settings
 from stratified.tasks import base, named, search_qa
@@ -99,11 +100,14 @@ def build(config, *, task: bool = True) -> Run:
 def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
   """The parts of a config whose settings are checked, on a mesh; raises ValueError where they do
   not fit each other or the mesh."""
-  check_split(config, mesh, model)
-  check_adapter(config, model)
   assign = partition(config)
   method = algorithm(config, assign.num_strata)
-  return Run(config, mesh, model, assign, method, stages(config, mesh, model, method))
+  model = dataclasses.replace(model, heads=method.HEADS)
+  check_split(config, mesh, model)
+  check_adapter(config, model)
+  return Run(
+    config, mesh, model, assign, method, stages(config, mesh, model, method, assign.num_strata)
+  )
 
 
 ###  Parts  ###
@@ -119,36 +123,18 @@ def mesh_of(config, devices=None):
 def model_config(config, *, platform: str | None = None) -> decoder.DecoderConfig:
   """The decoder of a run. `platform` ("cpu", "gpu", "tpu") picks the attention where that is left
   open; None asks jax."""
-  p = config.policy
-  run = dict(dtype=p.dtype, remat=p.remat, unroll=p.unroll)
-  if p.checkpoint:
-    model = hugging_face.load_config(p.checkpoint, **run)
-  else:
-    model = decoder.DecoderConfig(
-      vocab_size=named.tokenizer(config).vocab_size,
-      width=p.width,
-      num_layers=p.num_layers,
-      num_heads=p.num_heads,
-      num_kv_heads=p.num_kv_heads,
-      head_dim=p.width // p.num_heads,
-      mlp_width=p.mlp_width,
-      rope_theta=p.rope_theta,
-      **run,
-    )
-  return with_attention(config, model, platform or jax.default_backend())
-
-
-def with_attention(config, model: decoder.DecoderConfig, platform: str) -> decoder.DecoderConfig:
-  best = attention.best_for(platform, model.dtype, model.head_dim, config.packing.row_length)
-  return dataclasses.replace(
-    model, attention=best if config.policy.attention == "auto" else config.policy.attention
+  policy = read(PolicySettings, config)
+  return decoder_config(
+    policy,
+    vocab_size=0 if policy.checkpoint else named.tokenizer(config).vocab_size,
+    platform=platform or jax.default_backend(),
+    row_length=config.packing.row_length,
   )
 
 
 def adapter(config) -> lora.LoraConfig | None:
   """The adapters that are trained in place of the weights; None where every weight is."""
-  c = config.lora
-  return lora.LoraConfig(c.rank, c.alpha, tuple(c.targets.split(","))) if c.rank else None
+  return read(lora.LoraSettings, config).adapter()
 
 
 def initial_params(
@@ -180,16 +166,10 @@ def optimizer(config, *, warm_start: bool = False):
       b1=0.9,
       b2=0.98,
     )
-  return optimizers.make(
-    name=o.name,
-    learning_rate=o.learning_rate,
-    # A step of the config is a rollout batch; the schedule counts updates.
-    warmup_steps=o.warmup_steps * config.update.epochs * config.update.mini_batches,
-    weight_decay=o.weight_decay,
-    clip_norm=o.clip_norm,
-    b1=o.b1,
-    b2=o.b2,
-  )
+  settings = dataclasses.asdict(read(optimizers.OptimizerSettings, config))
+  # A step of the config is a rollout batch; the schedule counts updates.
+  settings["warmup_steps"] *= config.update.epochs * config.update.mini_batches
+  return optimizers.make(**settings)
 
 
 def partition(config, tools=None) -> strata.Partition:
@@ -220,12 +200,16 @@ def algorithm(config, num_strata: int) -> Algorithm:
     num_strata=num_strata,
     samples_per_question=config.rollout.samples_per_question,
     max_tokens=config.rollout.max_tokens,
+    max_turns=config.rollout.max_turns + 1,
   )
-  read_settings = functools.partial(read, config=config)
-  return algorithms.make(read(AlgorithmSettings, config).name, read_settings, facts)
+  name = read(AlgorithmSettings, config).name
+  made = algorithms.make(name, functools.partial(read, config=config), facts)
+  if ":" in name:
+    trial.check(made, f"algorithm.name={name!r}")
+  return made
 
 
-def stages(config, mesh, model, method: Algorithm) -> tuple[StageParts, ...]:
+def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[StageParts, ...]:
   """The parts of every stage: the warm start's, where there is one, and the method's own."""
   make = functools.partial(update.make_update, mesh, model)
   chunk, found = config.policy.logit_chunk or None, []
@@ -244,6 +228,8 @@ def stages(config, mesh, model, method: Algorithm) -> tuple[StageParts, ...]:
       chain,
       stage.algorithm,
       settings=repeat,
+      num_strata=num_strata,
+      eps=config.advantage.eps,
       temperature=config.rollout.temperature,
       chunk=chunk,
       adapter=adapter(config),
@@ -283,7 +269,8 @@ def enable_compilation_cache() -> None:
 def check_settings(config) -> None:
   """Every field against its rule, and fields against each other: neither files nor devices."""
   configs.check_all(config, settings.rules())
-  check_sizes(config)
+  read(PolicySettings, config)
+  read(lora.LoraSettings, config)
   check_staleness(config)
   check_rows(config)
   check_updates(config)
@@ -294,15 +281,6 @@ def check_settings(config) -> None:
     retrievers.HttpSettings(config.retriever.url).address
   if config.sampler.name == "sglang":
     samplers.settings(config)
-
-
-def check_sizes(config) -> None:
-  width, heads = config.policy.width, config.policy.num_heads
-  if not config.policy.checkpoint and (width % heads or (width // heads) % 2):
-    raise ValueError(
-      f"policy.width={width} must be an even multiple of policy.num_heads={heads}: "
-      "each head takes an equal part, of which rotary positions turn pairs"
-    )
 
 
 def check_staleness(config) -> None:
@@ -373,13 +351,7 @@ def check_warm_start(config) -> None:
 
 
 def check_devices(config) -> None:
-  name, here = config.policy.attention, jax.default_backend()
-  only = {"cudnn": "gpu", "splash": "tpu"}.get(name, here)
-  if only != here:
-    raise ValueError(
-      f"policy.attention={name!r} runs on a {only.upper()} alone, and jax has a {here.upper()} "
-      "here; leave it at auto"
-    )
+  check_platform(read(PolicySettings, config), jax.default_backend())
   if config.sampler.devices > len(jax.local_devices()):
     raise ValueError(
       f"sampler.devices={config.sampler.devices} is more than the {len(jax.local_devices())} "

@@ -29,10 +29,14 @@ def run(
 ) -> None:
   """Parses the command line, calls `main([program, word, ...])` and exits.
 
-  config: the value of --config where it is not given, for a program that defines that flag with the
-  default None: a config that was loaded while the flag is defined would report its mistakes as
-  tracebacks. fields_of: a config whose fields may be given without --config, for a program that reads
-  a workdir's; `named` then tells the two apart. words: whether the program takes anything beside flags.
+  Args:
+    main: the program.
+    config: the value of --config where it is not given. The program defines that flag with the
+      default None: a config that is loaded while its flag is defined reports mistakes as
+      tracebacks.
+    fields_of: a config whose fields may be given without --config, for a program that reads the
+      config of a workdir; `named` tells whether --config itself was given.
+    words: whether the program takes anything beside flags.
   """
   try:
     app.run(main, flags_parser=lambda argv: parse(_with_default(argv, config, fields_of), words))

@@ -15,7 +15,8 @@ def collect_share(
 ) -> list[list[Trajectory]]:
   """[n][K] rollouts of this process's share of the questions; other threads may call it.
 
-  indices: the questions' numbers in the random keys, 0, 1, ... unless given. how: see `loop.collect`.
+  indices: the questions' numbers in the random keys, 0, 1, ... unless given. how: see
+  `loop.collect`.
   """
   mine = processes.mine(len(questions))
   return loop.collect(

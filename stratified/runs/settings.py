@@ -1,4 +1,4 @@
-"""All settings of a run: the classes that declare them, and what follows from their declarations."""
+"""All settings of a run: the classes that declare them, and what follows from what they say."""
 
 import dataclasses
 import functools
@@ -9,10 +9,13 @@ from stratified import config as configs
 from stratified.algorithms import AlgorithmSettings
 from stratified.config import setting, Settings
 from stratified.learner.batching import PackingSettings
+from stratified.learner.optimizer import OptimizerSettings
 from stratified.learner.update import UpdateSettings
+from stratified.policy.lora import LoraSettings
+from stratified.policy.settings import PolicySettings
 from stratified.retrieval.client import HttpSettings
 from stratified.retrieval.retrievers import RetrieverSettings
-from stratified.runs import sections
+from stratified.rewards import RewardSettings
 from stratified.runs import workdir as workdirs
 from stratified.runs.checkpoint import CheckpointSettings
 from stratified.runs.samplers import SamplerSettings
@@ -22,6 +25,8 @@ from stratified.sampling.interface import SamplingSettings
 from stratified.sampling.sglang.members import FleetConfig
 from stratified.sampling.sglang.publish import PublishConfig
 from stratified.sharding import MeshSettings
+from stratified.strata import StrataSettings
+from stratified.tasks import named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,25 @@ class RolloutSettings(Settings):
     "steps that the sampling policy may lag behind; 1 samples while the update runs",
     choices=[0, 1],
     affects=["training"],
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartSettings(Settings):
+  """Supervised training on scripted demonstrations, before reinforcement learning."""
+
+  SECTION = "warm_start"
+  num_steps: int = setting(0, "its steps; 0 has none", low=0, affects=["warm_start"])
+  demonstrations_per_step: int = setting(
+    20, "demonstrations of a step", low=1, affects=["warm_start"]
+  )
+  optimizer: str = setting(
+    "muon", "the update rule", choices=["adamw", "muon", "sgd"], affects=["warm_start"]
+  )
+  learning_rate: float = setting(2e-3, "its highest rate", above=0, affects=["warm_start"])
+  weight_decay: float = setting(0.0, "decay of matrices", low=0, affects=["warm_start"])
+  context_weight: float = setting(
+    0.3, "loss weight of tokens that the script did not write", low=0, affects=["warm_start"]
   )
 
 
@@ -88,7 +112,13 @@ class EvalSettings(Settings):
 
 CLASSES = (
   RunSettings,
-  *sections.CLASSES,
+  PolicySettings,
+  LoraSettings,
+  OptimizerSettings,
+  StrataSettings,
+  RewardSettings,
+  WarmStartSettings,
+  *named.SETTINGS,
   AlgorithmSettings,
   *algorithms.SETTINGS,
   UpdateSettings,

@@ -2,7 +2,7 @@
 
 A source serves `trainer.run_stage`:
 
-    source.start(state)                     before the first step; whether that is worth a checkpoint
+    source.start(state)                     before step 1; whether that is worth a checkpoint
     batch, row = source.take(step, state)   the step's batch, and what is known of it already
     note = source.finish(step, state, stats, batch, row)    writes the step's row, and more
 """

@@ -125,14 +125,15 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
       if int(state.skipped_in_a_row) >= MOST_SKIPPED:
         seat.save(step, state, force=True)
         raise Diverged(
-          f"{MOST_SKIPPED} updates in a row had no finite loss or gradient, the last at step {step} "
-          f"of {stage.name}; the parameters before them are kept. A lower --config.{source.rate} in "
-          "a new workdir usually helps"
+          f"{MOST_SKIPPED} updates in a row had no finite loss or gradient, the last at step "
+          f"{step} of {stage.name}; the parameters before them are kept. A lower "
+          f"--config.{source.rate} in a new workdir usually helps"
         )
   seat.save(step, state, force=True)
   if stop.asked:
     say(
-      f"stopped at {stage.name} step {step} of {stage.num_steps} and saved; the same command goes on"
+      f"stopped at {stage.name} step {step} of {stage.num_steps} and saved; the same command "
+      "goes on"
     )
   return weights.policy(state)
 

@@ -3,12 +3,12 @@ environment.
 
 Reads one JSON object a line from its standard input and answers each with one line:
 
-    {"open": NAME, "backend": "gloo" | "nccl", "address": HOST}   -> {"port": where the other ranks
-                                                                  meet}
-    {"join": WORLD_SIZE}                                          -> {"ok": true} once all ranks
-                                                                  have
-    {"broadcast": FILE, "names": [...]}                           -> {"ok": true} once every rank
-                                                                  has the tensors
+    {"open": NAME, "backend": "gloo" | "nccl", "address": HOST}
+        -> {"port": where the other ranks meet}
+    {"join": WORLD_SIZE}
+        -> {"ok": true} once all ranks have
+    {"broadcast": FILE, "names": [...]}
+        -> {"ok": true} once every rank has the tensors
 
 FILE is a safetensors file, whole or its shard. It ends with its standard input. Only
 stratified/sampling/sglang/broadcast.py starts it.

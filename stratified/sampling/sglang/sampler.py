@@ -8,16 +8,16 @@ faults survived.
 
 What becomes of a fault:
 
-    a server is killed, hangs, answers 5xx or garbage     its generations run again on another
-                                                          server; up to `retries`
-    it is restarted with its first, old weights           found by its version; it gets the weights
-                                                          and proves itself
-    a generation fails on every attempt                   the rollout has a fault: masked and
-                                                          counted
-    no server is usable for outage_s, or none at start    SamplerError, one sentence; the run ends,
-                                                          checkpoints stay
-    a server's log-probs are not the trainer's            SamplerError at load(): such weights are
-                                                          never sampled from
+    a server is killed, hangs, answers 5xx or garbage
+        its generations run again on another server; up to `retries`
+    it is restarted with its first, old weights
+        found by its version; it gets the weights and proves itself
+    a generation fails on every attempt
+        the rollout has a fault: masked and counted
+    no server is usable for outage_s, or none at start
+        SamplerError, one sentence; the run ends, checkpoints stay
+    a server's log-probs are not the trainer's
+        SamplerError at load(): such weights are never sampled from
 """
 
 import asyncio

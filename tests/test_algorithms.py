@@ -1,0 +1,188 @@
+"""Methods through the one update: what each makes of rewards, and what does not fit is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_rollouts import collate, decoder_config, family, parameters, random_groups, trajectory
+
+from stratified import losses
+from stratified.algorithms import Facts, make, METHODS
+from stratified.algorithms.base import Algorithm, Credit, Loss
+from stratified.algorithms.gigpo import anchors, Gigpo, GigpoSettings, state_ids
+from stratified.algorithms.grpo import PolicyLossSettings
+from stratified.algorithms.ppo import CriticSettings, explained_variance, Ppo
+from stratified.learner import batching, optimizer, trial, update
+from stratified.learner import state as states
+
+CONFIG = decoder_config()
+FACTS = Facts(num_strata=3, samples_per_question=4, max_tokens=24, max_turns=3)
+CHAIN = optimizer.make(learning_rate=1e-2)
+ARRAYS = {"reward": [[1, 0, 0, 1], [0, 1, 0, 0]]}
+
+
+def of(name):
+  return make(name, lambda cls: cls(), FACTS)
+
+
+def step(mesh, algorithm, groups, rewards, *, settings=update.UpdateSettings(), count=1):
+  """(state, stats) after updates on one batch."""
+  model = dataclasses.replace(CONFIG, heads=algorithm.HEADS)
+  learn = update.make_update(mesh, model, CHAIN, algorithm, settings=settings, num_strata=3)
+  state = states.init_state(mesh, model, parameters(model, scale=2.0), CHAIN, with_reference=True)
+  batch = collate(groups, rewards=rewards, algorithm=algorithm, mini_batches=settings.mini_batches)
+  for _ in range(count):
+    state, stats = learn(state, batching.place(mesh, batch))
+  return state, jax.device_get(stats), batch
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_fits_the_update_and_moves_the_policy(mesh, name):
+  algorithm = of(name)
+  trial.check(algorithm, f"algorithm.name={name!r}")
+  state, stats, _ = step(mesh, algorithm, random_groups(2, 4, seed=1), np.float32(ARRAYS["reward"]))
+  assert stats["grad/norm"] > 0 and stats["update/skipped"] == 0
+  assert all(np.isfinite(value).all() for value in stats.values())
+  for key in ("loss/policy", "loss/kl", "advantage/rms", "strata/count", "policy/entropy"):
+    assert key in stats
+
+
+###  PPO  ###
+
+
+def test_ppo_gives_each_policy_token_its_gae_and_the_critic_its_target(mesh):
+  """lambda = gamma = 1: A = R - V on every policy token, and the target is R."""
+  critic = CriticSettings(whiten=False)
+  algorithm = Ppo(critic, PolicyLossSettings(), 24)
+  groups, rewards = random_groups(2, 3, seed=2), np.float32([[1, 0, 0.5], [0, 1, 0]])
+  batch = collate(groups, rewards=rewards, algorithm=algorithm)
+  value = np.random.default_rng(0).standard_normal(batch.token_art.shape).astype(np.float32)
+  before = trial._outputs(algorithm, batch.token_art.shape)._replace(heads={"value": value})
+  credit = algorithm.credit(batch, before, 0)
+  mask = batch.policy_art > 0
+  reward = rewards.reshape(-1)[batch.trajectory_art]
+  np.testing.assert_allclose(credit.token["target"][mask], reward[mask], atol=1e-5)
+  np.testing.assert_allclose(credit.token["advantage"][mask], (reward - value)[mask], atol=1e-5)
+  assert (np.asarray(credit.token["advantage"])[~mask] == 0).all()
+  for q in range(2):
+    for k in range(3):
+      own = mask & (batch.trajectory_art == q * 3 + k)
+      np.testing.assert_allclose(credit.advantage_qk[q, k], (reward - value)[own].mean(), atol=1e-5)
+
+
+def test_ppo_whitens_over_the_policy_tokens_alone():
+  algorithm = Ppo(CriticSettings(), PolicyLossSettings(), 24)
+  batch = collate(
+    random_groups(2, 3, seed=2), rewards=np.float32([[1, 0, 0], [0, 1, 0]]), algorithm=algorithm
+  )
+  before = trial._outputs(algorithm, batch.token_art.shape)
+  advantage = np.asarray(algorithm.credit(batch, before, 0).token["advantage"])
+  own = advantage[batch.policy_art > 0]
+  np.testing.assert_allclose([own.mean(), own.std()], [0, 1], atol=1e-5)
+
+
+def test_ppo_learns_the_value_and_reports_it(mesh):
+  """Over many updates on one batch the critic explains what its rewards are."""
+  rewards = np.float32(ARRAYS["reward"])
+  critic = CriticSettings(value_coefficient=5.0, value_clip=0.0)
+  algorithm = Ppo(critic, PolicyLossSettings(kl_coefficient=0.0), 24)
+  groups = random_groups(2, 4, seed=1)
+  _, first, _ = step(mesh, algorithm, groups, rewards)
+  assert abs(first["value/explained_variance"]) < 1e-6  # a head of zeros says 0 of everything
+  _, last, _ = step(
+    mesh, algorithm, groups, rewards, settings=update.UpdateSettings(epochs=40), count=2
+  )
+  assert last["value/explained_variance"] > 0.3 and last["value/loss"] < first["value/loss"]
+
+
+def test_a_clipped_value_is_charged_where_it_moved_too_far():
+  loss = losses.clipped_value_loss(
+    jnp.float32([1.2, 0.5]), jnp.float32([0.4, 0.4]), jnp.float32([1.0, 1.0]), clip=0.5
+  )
+  np.testing.assert_allclose(loss, [0.02, 0.125], rtol=1e-6)  # max(.2^2, .1^2) / 2; .5^2 / 2
+  assert explained_variance(*(jnp.float32([1, 2]),) * 2, jnp.ones(2)) == 1.0
+
+
+###  GiGPO  ###
+
+
+def test_states_are_the_observations_that_are_alike():
+  seen = tuple(range(10))
+  nearly = seen[:9] + (99,)
+  ids = state_ids([[(), seen], [(), nearly], [(), tuple(range(50, 60))]], 0.9)
+  assert ids == [[0, 1], [0, 1], [0, 2]]
+  assert state_ids([[(), seen], [(), nearly]], 1.0) == [[0, 1], [0, 2]]
+
+
+def test_gigpo_adds_the_advantage_among_like_turns(mesh):
+  """Two rollouts read the same; the one that then answers right is better in that turn."""
+  read, other = [7] * 5, [8] * 5
+  group = [
+    trajectory(("prompt", [1]), ("policy", [2]), ("observation", read), ("policy", [3]), sample=0),
+    trajectory(("prompt", [1]), ("policy", [2]), ("observation", read), ("policy", [4]), sample=1),
+    trajectory(("prompt", [1]), ("policy", [5]), ("observation", other), ("policy", [3]), sample=2),
+  ]
+  algorithm = Gigpo(GigpoSettings(gamma=1.0), PolicyLossSettings(), 24, 3)
+  assert anchors(group[0]) == [(), tuple(read)]
+  reward = np.float32([[1, 0, 0]])
+  batch = collate([group], rewards=reward, algorithm=algorithm)
+  credit = algorithm.credit(batch, None, 0)
+  episode = (reward[0] - reward.mean()) / (reward.std() + 1e-6)
+  # First turns share the question's state: the same scores again. Second turns: rollouts 0 and 1
+  # are a group (1, 0) -> (1, -1); rollout 2 is alone -> 0.
+  expected = {
+    (0, 2): 2 * episode[0], (1, 2): 2 * episode[1], (2, 5): 2 * episode[2],
+    (0, 3): episode[0] + 1, (1, 4): episode[1] - 1, (2, 3): episode[2],
+  }  # fmt: skip
+  found = {}
+  for index in zip(*np.nonzero(batch.policy_art)):
+    key = int(batch.trajectory_art[index]), int(batch.token_art[index])
+    found[key] = float(credit.token["advantage"][index])
+  assert found.keys() == expected.keys()
+  for key, value in expected.items():
+    np.testing.assert_allclose(found[key], value, rtol=2e-5)
+
+
+###  What does not fit  ###
+
+
+@dataclasses.dataclass(frozen=True)
+class Flawed(Algorithm):
+  """Right but for the flaw."""
+
+  flaw: str = ""
+
+  def credit(self, batch, before, step):
+    advantage_qk = batch.reward_qk[:, 0] if self.flaw == "shape" else batch.reward_qk
+    scale = np.inf if self.flaw == "infinite" else 1.0
+    return Credit(advantage_qk * scale, {"advantage": batch.reward_qk}, {})
+
+  def losses(self, outputs, before, credit, micro):
+    loss = -credit["advantage"] * outputs.logp
+    name = "other" if self.flaw == "stream" else "policy"
+    return {name: Loss(loss.sum() if self.flaw == "loss" else loss)}
+
+
+@pytest.mark.parametrize(
+  "flaw, words",
+  [
+    ("shape", r"gives credit 'advantage_qk' of shape \[1\]; it must be \[1, 4\]"),
+    ("infinite", "gives credit 'advantage_qk' that is not finite"),
+    ("stream", "gives a loss 'other' without a stream of that name"),
+    ("loss", r"gives a loss 'policy' of shape \[\]; it must be \[4, 8\]"),
+  ],
+)
+def test_a_method_that_does_not_fit_is_refused_in_words(flaw, words):
+  trial.check(Flawed(), "algorithm.name='mine:Flawed'")
+  with pytest.raises(ValueError, match=f"algorithm.name='mine:Flawed': Flawed {words}"):
+    trial.check(Flawed(flaw), "algorithm.name='mine:Flawed'")
+
+
+def test_names_that_are_no_method_are_refused():
+  with pytest.raises(ValueError, match="algorithm.name='sarsa' is unknown; choose one of grpo"):
+    of("sarsa")
+  with pytest.raises(ValueError, match="algorithm.name is 'math:tau'"):
+    of("math:tau")
+  assert family().SETTINGS
