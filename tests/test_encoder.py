@@ -192,7 +192,7 @@ def test_split_over_eight_devices_equals_one(bert):
   directory, _, _ = bert
   program = (
     "import sys, jax, numpy as np\n"
-    "from stratified.encoder import Encoder\n"
+    "from stratified.encoder.text_encoder import Encoder\n"
     "from tests.small_encoders import TEXTS\n"
     "assert len(jax.devices()) == 8\n"
     "many = Encoder.load(sys.argv[1], max_length=64)\n"

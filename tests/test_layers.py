@@ -41,7 +41,7 @@ RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 NEVER = {
   "tools": ("policy", "encoder"),
   "algorithms": ("policy", "encoder", "retrieval", "tools"),
-  "learner": ("advantages", "rewards", "strata", "encoder", "retrieval", "tools"),
+  "learner": ("rewards", "strata", "encoder", "retrieval", "tools"),
   "sampling": ("advantages", "rewards", "strata", "encoder", "retrieval", "tools", "algorithms"),
   "agents": ("policy", "encoder", "algorithms", "learner", "rewards", "strata"),
   "data": ("policy", "encoder", "algorithms", "learner", "agents", "sampling"),

@@ -11,7 +11,8 @@ import pytest
 import safetensors.numpy
 from small_rollouts import decoder_config, parameters
 
-from stratified.learner import optimizer, update
+from stratified.learner import optimizer
+from stratified.learner import state as states
 from stratified.planning import costs
 from stratified.policy import decoder, heads, lora, weights
 from stratified.policy.files import hugging_face, peft
@@ -38,8 +39,8 @@ def test_a_row_reaches_shapes_shardings_and_initial_parameters(rows, mesh):
   assert np.std(params["wide"]) == pytest.approx(128**-0.5, rel=0.1)
   assert (params["wide_norm"] == 1).all()
   chain = optimizer.make(name="muon", learning_rate=0.1)
-  state = update.init_state(mesh, CONFIG, params, chain, with_reference=True)
-  abstract = update.abstract_state(mesh, CONFIG, chain, with_reference=True)
+  state = states.init_state(mesh, CONFIG, params, chain, with_reference=True)
+  abstract = states.abstract_state(mesh, CONFIG, chain, with_reference=True)
   for part in (state, abstract):
     assert part.params["wide"].shape == (2, 16, 8, 24)
     assert (part.reference["wide"].dtype, part.reference["wide_norm"].dtype) == (

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -402,51 +403,39 @@ class Watched:
 
 
 def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeypatch, tmp_path):
-  """phases.warm_start itself is run, on a config that notes what is read; only the jitted step is
+  """The stage itself is built and run, on a config that notes what is read; only the jitted step is
   left out."""
   from test_train import config as smallest
 
   from stratified.learner import update
   from stratified.retrieval import retrievers
-  from stratified.runs import build, phases, settings
-  from stratified.runs.checkpoint import Checkpointer
+  from stratified.runs import build, settings, stages, trainer
   from stratified.tasks import named
 
   seen = set()
   plain = smallest(**{"warm_start.mixture": (0.5, 0.5)})
   watched = Watched(plain, seen)
-  made = []
-  monkeypatch.setattr(
-    update,
-    "make_update",
-    lambda *args, **kwargs: (
-      made.append(kwargs)
-      or (lambda state, batch: (state, {"warm_start/loss": 1.0, "grad/norm": 1.0}))
-    ),
-  )
-  monkeypatch.setattr(phases.Stop, "__init__", lambda self: setattr(self, "asked", False))
-  # The warm start searches in its practice worlds; the run's own retriever is not its concern.
+  steps = []
+
+  def learn(state, batch):
+    steps.append(batch)
+    return state, {"warm_start/loss": 1.0, "grad/norm": 1.0}
+
+  monkeypatch.setattr(update, "make_update", lambda *args, **kwargs: learn)
+  # The warm start searches in practice encyclopedias; the run's own retriever is not its concern.
   open_retriever = retrievers.open_retriever
   monkeypatch.setattr(
     retrievers, "open_retriever", lambda config, passages: open_retriever(plain, passages)
   )
-  mesh = build.mesh_of(watched)
-  world = named.make(watched)
-  with (
-    Checkpointer(tmp_path / "warm_start", 100) as checkpointer,
-    metrics.Writer(tmp_path) as writer,
-  ):
-    phases.warm_start(
-      watched,
-      mesh,
-      world,
-      build.model_config(watched),
-      build.optimizer(watched, warm_start=True),
-      writer,
-      checkpointer,
-      phases.Stop(),
-    )
-  assert len(made) == 1
+  mesh, model = build.mesh_of(watched), build.model_config(watched)
+  parts = build.warm_start(watched, mesh, model)
+  run = build.Run(watched, mesh, model, None, None, (parts, None), named.make(watched))
+  with trainer.seat_of(run, parts, tmp_path) as seat, metrics.Writer(tmp_path) as writer:
+    around = stages.Surroundings(run, tmp_path, None, None, writer)
+    params = build.initial_params(watched, model, mesh, dtype=seat.weights.start_dtype)
+    never = types.SimpleNamespace(asked=False, agreed=lambda: False)
+    trainer.run_stage(seat, around, None, params, never)
+    assert seat.saved.latest_step == len(steps) == plain.warm_start.num_steps
   assert {
     "seed",
     "warm_start.num_steps",

@@ -128,7 +128,7 @@ def measure_update(model: decoder.DecoderConfig, a) -> dict[str, float]:
 def measure_decode(model: decoder.DecoderConfig, a) -> dict[str, float]:
   mesh = lane_programs.make_mesh(jax.local_devices()[:1])
   params = jax.jit(lambda: decoder.unstack(model, decoder.init(model, jax.random.key(0))))()
-  params = jax.device_put(params, lane_programs.whole(mesh))
+  params = jax.device_put(params, lane_programs.replicated(mesh))
   filled, block = a.length // 2, 16
   state = [lane_programs.empty_cache(mesh, model, a.lanes, a.length)]
   token, position, key = (

@@ -50,7 +50,8 @@ def record(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
       {
         "action": turn.action,
         "text": turn.text,
-        "calls": [dataclasses.asdict(call) for call in turn.calls],
+        # Lists, not tuples: a row is the same whether it was made or read.
+        "calls": files.plain([dataclasses.asdict(call) for call in turn.calls]),
       }
       for turn in trajectory.turns
     ],

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import math
 from typing import Any, Literal, NamedTuple
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
@@ -194,12 +195,23 @@ def initial(weight: Weight, key) -> jax.Array:
   return weight.scale * jax.random.truncated_normal(key, -2, 2, weight.shape, jnp.float32) / 0.8796
 
 
+class Decoder(nnx.Module):
+  """The table's weights as NNX parameters at their start, each carrying its logical axes.
+
+  `params` splits them off as the plain dict that every function of the decoder takes.
+  """
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    for name, weight in weights(config).items():
+      setattr(self, name, nnx.Param(initial(weight, rngs.params()), logical_axes=weight.axes))
+
+  def params(self) -> Params:
+    return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+
 def init(config: DecoderConfig, key: jax.Array) -> Params:
   """Random float32 parameters: truncated normal, residual outputs scaled by 1/sqrt(2 layers)."""
-  return {
-    name: initial(weight, jax.random.fold_in(key, number))
-    for number, (name, weight) in enumerate(weights(config).items())
-  }
+  return Decoder(config, nnx.Rngs(params=key)).params()
 
 
 def logical_axes(config: DecoderConfig) -> dict[str, tuple[str | None, ...]]:

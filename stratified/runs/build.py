@@ -211,32 +211,37 @@ def algorithm(config, num_strata: int) -> Algorithm:
 
 def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[StageParts, ...]:
   """The parts of every stage: the warm start's, where there is one, and the method's own."""
-  make = functools.partial(update.make_update, mesh, model)
-  chunk, found = config.policy.logit_chunk or None, []
-  w = config.warm_start
-  if w.num_steps:
-    imitate = Stage("warm_start", "demonstrations", w.num_steps, Supervised(w.context_weight))
-    chain = optimizer(config, warm_start=True)
-    shapes = packing(config, mesh, w.demonstrations_per_step)
-    learn = make(chain, imitate.algorithm, chunk=chunk)
-    found.append(StageParts(imitate, chain, shapes, learn))
+  found = [warm_start(config, mesh, model)] if config.warm_start.num_steps else []
   repeat = read(update.UpdateSettings, config)
   shapes = packing(config, mesh, mini_batches=repeat.mini_batches)
   for stage in method.stages(config.num_steps):
     chain = optimizer(config)
-    learn = make(
+    learn = update.make_update(
+      mesh,
+      model,
       chain,
       stage.algorithm,
       settings=repeat,
       num_strata=num_strata,
       eps=config.advantage.eps,
       temperature=config.rollout.temperature,
-      chunk=chunk,
+      chunk=config.policy.logit_chunk or None,
       adapter=adapter(config),
       host=host_parts(config),
     )
     found.append(StageParts(stage, chain, shapes, learn))
   return tuple(found)
+
+
+def warm_start(config, mesh, model) -> StageParts:
+  """The parts of the warm start: the task's demonstrations, imitated."""
+  w = config.warm_start
+  stage = Stage("warm_start", "demonstrations", w.num_steps, Supervised(w.context_weight))
+  chain = optimizer(config, warm_start=True)
+  learn = update.make_update(
+    mesh, model, chain, stage.algorithm, chunk=config.policy.logit_chunk or None
+  )
+  return StageParts(stage, chain, packing(config, mesh, w.demonstrations_per_step), learn)
 
 
 def open_task(config) -> base.Task:

@@ -101,7 +101,7 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
   stage, weights = seat.parts.stage, seat.weights
   state, step = restored or (weights.begin(params), 0)
   if restored and step:
-    say(f"going on from {stage.name} step {step} of {stage.num_steps}")
+    say(f"going on from step {step} of {stage.num_steps} ({stage.name})")
   with (
     stages.SOURCES[stage.source](seat.parts, around, weights.policy) as source,
     Progress(stage.num_steps, source.label, done=step, active=processes.is_first()) as progress,
@@ -131,10 +131,8 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
         )
   seat.save(step, state, force=True)
   if stop.asked:
-    say(
-      f"stopped at {stage.name} step {step} of {stage.num_steps} and saved; the same command "
-      "goes on"
-    )
+    where = f"step {step} of {stage.num_steps} ({stage.name})"
+    say(f"stopped at {where} and saved; the same command goes on")
   return weights.policy(state)
 
 
