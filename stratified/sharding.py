@@ -125,7 +125,7 @@ def over_rows(function, *arrays):
 
 
 def gathered(weight, axes: Sequence[str | None]):
-  """Gathers a weight along `fsdp` for its layer; the transpose scatters its gradient."""
+  """Gathers a weight along `fsdp` for the layer that uses it; backwards, scatters its gradient."""
   return constrain(weight, *axes, without="fsdp")
 
 
