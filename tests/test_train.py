@@ -212,11 +212,7 @@ def test_a_finished_run_started_again_adds_nothing(whole):
 def test_rollouts_of_one_step_before_are_sampled_while_the_update_runs_and_say_so(tmp_path):
   done = run(
     tmp_path / "run",
-    **{
-      "rollout.max_staleness": 1,
-      "loss.importance_cap": 2.0,
-      "loss.importance": "sequence",
-    },
+    **{"rollout.max_staleness": 1, "loss.importance_cap": 2.0, "loss.importance": "sequence"},
   )
   assert done.returncode == 0, done.stderr[-3000:]
   trained = [row for row in rows(tmp_path / "run") if "reward/mean" in row]
