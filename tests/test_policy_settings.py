@@ -63,9 +63,9 @@ def test_an_optimizer_is_made_of_the_settings():
     (
       PolicySettings,
       dict(remat="some"),
-      "policy.remat='some' is unknown; choose one of none, dots",
+      "policy.remat='some' is unknown; choose one of dots, full, none",
     ),
-    (PolicySettings, dict(attention="fast"), "policy.attention='fast' .* auto, library, cudnn"),
+    (PolicySettings, dict(attention="fast"), "policy.attention='fast' .* auto, cudnn, folded"),
     (PolicySettings, dict(unroll=0), "policy.unroll=0 must be at least 1"),
     (PolicySettings, dict(logit_chunk=-1), "policy.logit_chunk=-1 must be at least 0"),
     (PolicySettings, dict(width=0), "policy.width=0 must be at least 1"),

@@ -255,7 +255,7 @@ def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(
     for line in (undisturbed / "trajectories/step_000002.jsonl").read_text().splitlines()
   ]
   asked = [
-    [search["query"] for turn in one["turns"] for search in turn["searches"] if search["query"]]
+    [call["argument"] for turn in one["turns"] for call in turn["calls"] if call["argument"]]
     for one in step
   ]
   poison = next(query for queries in asked for query in queries)

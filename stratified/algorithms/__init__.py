@@ -8,6 +8,7 @@ A method is a class with `SETTINGS`, the classes of settings that it reads, and
 
 from collections.abc import Callable
 import dataclasses
+import inspect
 from typing import ClassVar, NamedTuple
 
 from stratified import outside
@@ -60,6 +61,13 @@ def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> 
       f"algorithm.name is {name!r}, which is {found!r}; name a subclass of Algorithm with "
       "make(read, facts), or a function that returns an Algorithm"
     )
+  try:
+    inspect.signature(make).bind(read, facts)
+  except TypeError as error:
+    raise ValueError(
+      f"algorithm.name is {name!r}, whose signature is {inspect.signature(make)}; it is called with "
+      f"read, facts ({error})"
+    ) from error
   made = make(read, facts)
   if not isinstance(made, Algorithm):
     raise ValueError(

@@ -83,18 +83,20 @@ def make(
     learning_rate / max(warmup_steps, 1), learning_rate, max(warmup_steps - 1, 1)
   )
   schedule = optax.join_schedules([warmup, after], [warmup_steps]) if warmup_steps else after
+  # As in AdamW, what decays is the weight and not its gradient's statistics.
+  decay = [optax.add_decayed_weights(weight_decay, mask=decayed)] if weight_decay else []
   chains = {
     "adamw": lambda: optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
     "muon": lambda: optax.partition(
       {
-        "matrix": optax.chain(muon(), optax.scale_by_learning_rate(schedule)),
+        "matrix": optax.chain(muon(), *decay, optax.scale_by_learning_rate(schedule)),
         "other": optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
       },
       lambda params: {
         name: "matrix" if name in weights.linear_layers() else "other" for name in params
       },
     ),
-    "sgd": lambda: optax.sgd(schedule),
+    "sgd": lambda: optax.chain(*decay, optax.sgd(schedule)),
   }
   return optax.chain(optax.clip_by_global_norm(clip_norm), chains[name]())
 

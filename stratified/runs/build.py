@@ -22,7 +22,7 @@ from stratified.algorithms.supervised import Supervised
 from stratified.config import read
 from stratified.learner import batching, trial, update
 from stratified.learner import optimizer as optimizers
-from stratified.policy import decoder, lora
+from stratified.policy import decoder, families, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.settings import check_platform, decoder_config, PolicySettings
 from stratified.retrieval import retrievers
@@ -105,6 +105,8 @@ def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
   model = dataclasses.replace(model, heads=method.HEADS)
   check_split(config, mesh, model)
   check_adapter(config, model)
+  if config.sampler.name == "sglang":
+    families.check_served(model, config.rollout.max_tokens)
   return Run(
     config, mesh, model, assign, method, stages(config, mesh, model, method, assign.num_strata)
   )
