@@ -18,7 +18,7 @@ TINY = search_r1.TINY | {
   "rollout.max_tokens": 128,
   "packing.row_length": 128,
   "warm_start.num_steps": 800,
-  "num_steps": 100,
+  "num_steps": 200,
   "eval.questions": 200,
   "eval.every": 25,
 }

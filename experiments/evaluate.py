@@ -156,7 +156,7 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
 
 def restore(made: build.Run, workdir):
   """(step, parameters) of the newest checkpoint, (0, None) where nothing has been saved yet."""
-  weights = Weights(made.config, made.mesh, made.model, made.optimizer)
+  weights = Weights(made.config, made.mesh, made.model, made.last.optimizer)
   found = weights.restore_policy(workdir)
   return (found[1], found[0]) if found else (0, None)
 

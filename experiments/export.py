@@ -75,7 +75,7 @@ def export(
   config.mesh.update(data=1, fsdp=1, tensor=1)
   configs.check_all(config, settings.rules())
   made = build.assemble(config, build.mesh_of(config), build.model_config(config))
-  weights = Weights(config, made.mesh, made.model, made.optimizer)
+  weights = Weights(config, made.mesh, made.model, made.last.optimizer)
   if adapters and (weights.adapter is None or workdir is None):
     raise ValueError(
       "--adapters: there are none, since "

@@ -1,4 +1,4 @@
-"""Settings of a run: each declared once, as a field of the dataclass of the part that uses it.
+"""Declares settings of a run, each once: as a field of the dataclass of the part that uses it.
 
     @dataclasses.dataclass(frozen=True)
     class Clip(Settings):
@@ -8,10 +8,10 @@
     config = to_config(Clip)          # ConfigDict: config.loss.clip_ratio == 0.2, as flags set it
     clip = read(Clip, config)         # a checked Clip; ValueError names field, value, rule
 
-Several classes may share a section, each reading the fields that are its own. What else a run needs
-to know of a field (its range, its choices, whether it may change when a run resumes, what it has an
-effect on) stands in `setting` too and nowhere else. `rules(*classes)` lists all of it by name, for
-sweeps, reports and tests; stratified/runs/settings.py names the classes that make up a run.
+Several classes may share a section; each reads its own fields. `setting` also says, and nothing
+else does, what a run needs to know of a field: its range, its choices, what it has an effect on,
+whether it may change when a run resumes. `rules(*classes)` lists all of it by name, for sweeps,
+reports and tests. stratified/runs/settings.py names the classes that make up a run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,8 +46,7 @@ NUMBERS = ("training", "warm_start", "answers")  # of a field that says nothing 
 class Rule:
   """What a field's declaration says of it.
 
-  kind is its type, grows whether a resumed run may raise it, secret whether its value may hold a
-  password.
+  kind: its type. grows: a resumed run may raise it. secret: its value may hold a password.
   """
 
   meaning: str
@@ -241,9 +240,9 @@ class UpdateSection(ml_collections.ConfigDict):
 
 
 def to_config(*classes: type) -> ml_collections.ConfigDict:
-  """A ConfigDict of the classes' defaults; None becomes a placeholder of the field's type.
+  """Makes a ConfigDict of the classes' defaults; None becomes a placeholder of the field's type.
 
-  It is locked: a field that nobody declared can't be set, only those there are can change.
+  It is locked: a field that nobody declared can't be set.
   """
   config = Config()
   rules(*classes)
@@ -260,7 +259,7 @@ def to_config(*classes: type) -> ml_collections.ConfigDict:
 
 
 def read(cls: type, config: Mapping[str, Any], **others: Any) -> Any:
-  """A checked instance of `cls` with its fields from the config; `others` are what no config has.
+  """Reads `cls` from the config and checks it; `others` are its fields that no config has.
 
   A field that the config does not have takes its default.
   """

@@ -27,8 +27,10 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Yields an empty folder to fill, which becomes `path` when the block ends; for a `path` that
-  does not exist yet. A block that raises leaves nothing."""
+  """Yields an empty folder to fill, which becomes `path` when the block ends.
+
+  `path` must not exist yet. A block that raises leaves nothing.
+  """
   path = pathlib.Path(path)
   part = path.with_name(path.name + ".part")
   shutil.rmtree(part, ignore_errors=True)
@@ -75,8 +77,7 @@ def plain(value: Any) -> Any:
 
 
 def parse(text: str | bytes) -> Any:
-  """The value of a JSON text; raises ValueError for what is none, also where it is nested beyond
-  what Python reads."""
+  """Reads a JSON text; ValueError for what is none, or is nested deeper than Python reads."""
   try:
     return json.loads(text)
   except RecursionError:
@@ -95,8 +96,10 @@ def parse_object(line: str | bytes) -> dict[str, Any] | None:
 def read_object(
   path: str | os.PathLike, way_out: str = "bring it back from a copy, or use a new --workdir"
 ) -> dict[str, Any]:
-  """The JSON object that a small file holds; raises ValueError, naming the file and the way out,
-  where it holds none."""
+  """Reads the JSON object of a small file.
+
+  Raises ValueError, naming the file and the way out, where it holds none.
+  """
   try:
     value = parse(pathlib.Path(path).read_text(encoding="utf-8"))
   except ValueError as error:
@@ -117,8 +120,10 @@ def find_object(path: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def read_rows(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-  """Reads a JSONL file leniently: (its objects, the number of lines that are none). No file is no
-  rows."""
+  """Reads a JSONL file leniently: (its objects, the number of lines that are none).
+
+  No file gives no rows.
+  """
   path = pathlib.Path(path)
   lines = path.read_bytes().split(b"\n") if path.exists() else []
   parsed = [parse_object(line) for line in lines if line.strip()]
@@ -137,8 +142,7 @@ def cut_torn_line(path: str | os.PathLike) -> None:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Nested mappings as one with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}. An empty one stays a
-  value."""
+  """Flattens nested mappings to dotted keys: {"a": {"b": 1}} -> {"a.b": 1}; {} stays a value."""
   flat = {}
   for key, value in config.items():
     if isinstance(value, Mapping) and value:

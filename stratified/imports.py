@@ -1,4 +1,4 @@
-"""Importing a library with another one out of its sight."""
+"""Imports a library with another one out of its sight."""
 
 from collections.abc import Iterator
 import contextlib
@@ -7,7 +7,7 @@ import sys
 
 @contextlib.contextmanager
 def unavailable(name: str) -> Iterator[None]:
-  """Inside, `import name` fails as if it were not installed; afterwards all is as it was."""
+  """Makes `import name` fail inside, as if it were not installed; afterwards all is as it was."""
   known = sys.modules.get(name)
   sys.modules[name] = None
   try:

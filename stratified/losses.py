@@ -1,5 +1,7 @@
-"""Per-token losses of policy optimisation and how they are averaged. Pure functions of arrays of
-any one shape."""
+"""Per-token losses of policy optimisation, and how they are averaged.
+
+Pure functions of arrays of one shape, any.
+"""
 
 import chex
 import jax
@@ -23,8 +25,10 @@ def clipped_surrogate(logp, old_logp, advantage, *, clip_ratio, clip_ratio_high=
 
   clip_ratio_high: None takes clip_ratio (arXiv 1707.06347, Eq. 7); a larger one is DAPO's
   clip-higher (arXiv 2503.14476). dual_clip: a number c above 1 bounds the loss of a negative
-  advantage by -c A (arXiv 1912.09729, Eq. 5); 0 is off. Returns (loss, clipped),
-  both of logp's shape; clipped is 1 where a clip is what counts and the gradient is 0.
+  advantage by -c A (arXiv 1912.09729, Eq. 5); 0 is off.
+
+  Returns (loss, clipped), both of logp's shape; clipped is 1 where a clip holds and the gradient
+  is 0.
   """
   chex.assert_equal_shape([logp, old_logp, advantage])
   high = clip_ratio if clip_ratio_high is None else clip_ratio_high
@@ -52,12 +56,11 @@ def clipped_value_loss(value, old_value, target, *, clip):
 
 
 def kl_estimate(logp, reference_logp, *, estimator):
-  """Estimate of KL(policy || reference) at sampled tokens (Schulman, "Approximating KL divergence",
-  2020).
+  """Estimates KL(policy || reference) at sampled tokens.
 
-  With x = reference_logp - logp: k1 = -x; k2 = x^2 / 2; k3 = exp(x) - 1 - x (never negative, as k1
-  unbiased). x is held to +-20, so that a token which the policy has all but ruled out can't
-  overflow k3.
+  With x = reference_logp - logp: k1 = -x; k2 = x^2 / 2; k3 = exp(x) - 1 - x, which is unbiased like
+  k1 and never negative. x is held to +-20, so that a token which the policy has all but ruled out
+  can't overflow k3. Source: Schulman, "Approximating KL divergence", 2020.
   """
   chex.assert_equal_shape([logp, reference_logp])
   x = jnp.clip(reference_logp - logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -72,12 +75,12 @@ KL_ESTIMATORS = {
 
 
 def importance_weight(logp, sampler_logp, *, cap, position_rt=None):
-  """Truncated importance sampling: min(exp(logp - sampler_logp), cap), for tokens that another
-  program sampled.
+  """Truncated importance weight of tokens that another program sampled, min(ratio, cap).
 
-  position_rt: each token's place in its rollout, of packed rows [R, T]: the ratio is then that of
-  the whole rollout, the product of its tokens' ratios, the same at each of them; None takes each
-  token's own. The log-ratio is held to +-20, so that no gap overflows.
+  ratio = exp(logp - sampler_logp), its logarithm held to +-20 so that no gap overflows.
+  position_rt: None takes each token's own ratio. Given (each token's place in its rollout, of
+    packed rows [R, T]), the ratio is the whole rollout's, the product of its tokens' ratios, the
+    same at each of them.
   """
   chex.assert_equal_shape([logp, sampler_logp])
   log_ratio = logp - sampler_logp
@@ -87,8 +90,7 @@ def importance_weight(logp, sampler_logp, *, cap, position_rt=None):
 
 
 def segment_sum(x_rt, position_rt):
-  """At each token of packed rows [R, T] the sum over its segment: positions count from 0 in
-  each."""
+  """Sums over each token's segment of packed rows [R, T]; positions count from 0 in a segment."""
   chex.assert_rank(x_rt, 2)
   chex.assert_equal_shape([x_rt, position_rt])
 
@@ -102,16 +104,17 @@ def segment_sum(x_rt, position_rt):
 
 
 def token_weights(stream, valid, mass, *, aggregation, tokens, trajectories, max_tokens):
-  """What each token's loss counts for: the loss is a plain sum of weight x loss over any split.
+  """Weights of tokens such that the loss is a plain sum of weight x loss, over any split of them.
 
       token_mean      stream / tokens
       sequence_mean   stream / (trajectories x mass)
       constant        stream / (trajectories x max_tokens)        (Dr. GRPO, arXiv 2503.20783)
 
-  stream: how much each token counts, 1 on policy tokens for a policy gradient, 0 off its loss;
-  valid, mass: whether the token's trajectory counts, and the sum of the stream over it; all of one
-  shape. tokens, trajectories: scalars, the sum of the streams and the number of the trajectories
-  that count, over all that is averaged.
+  stream: how much each token counts: 1 on policy tokens for a policy gradient, 0 outside a loss.
+  valid, mass: whether the token's trajectory counts, and the sum of the stream over it. All three
+    are of one shape.
+  tokens, trajectories: scalars over all that is averaged: the sum of the streams, and the number of
+    trajectories that count.
   """
   chex.assert_equal_shape([stream, valid, mass])
   divisor = {

@@ -1,4 +1,4 @@
-"""What a config names from outside the project, as `module:name`.
+"""Loads what a config names from outside the project, as `module:name`.
 
 The module is looked for on the Python path, then in the working directory. Every mistake ends in a
 ValueError of one sentence that names the field, before any work; an error inside the module itself
@@ -17,9 +17,9 @@ _SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def load(field: str, spec: str) -> Any:
-  """The object that `spec` names.
+  """Loads the object that `spec` names.
 
-  field: the config field it stands in, for the error. Raises ValueError for a wrong form and for a
+  field: the config field it stands in, for the error. Raises ValueError for a wrong form, and for a
   module or a name that does not exist.
   """
   if not _SPEC.fullmatch(spec):
@@ -47,10 +47,10 @@ def load(field: str, spec: str) -> Any:
 
 
 def function(field: str, spec: str, *arguments: str, named: tuple[str, ...] = ()) -> Callable:
-  """The function that `spec` names, sure to take these arguments.
+  """Loads the function that `spec` names, sure to take these arguments.
 
   arguments: what it is called with, in words, for the error. named: keyword arguments beside them.
-  Raises ValueError as `load` does, and for what can't be called so.
+  Raises ValueError as `load` does, and for what can't be called like that.
   """
   found = load(field, spec)
   if not callable(found):
@@ -74,8 +74,8 @@ def trial(
 ) -> Any:
   """Runs a function once before any work.
 
-  call: calls it on something made up. check: what is wrong with what it returned, None where
-  nothing is. Raises ValueError where it raises, or returns something wrong.
+  call: calls it on something made up. check: says what is wrong with the result, None where nothing
+  is. Raises ValueError where the function raises, or returns something wrong.
   """
   try:
     value = call()

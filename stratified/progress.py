@@ -1,8 +1,8 @@
-"""One line on standard error that says how far a long command is and when it will be done.
+"""Shows how far a long command is and when it will be done, in one line on standard error.
 
-Written out because most runs log to a file: in 10 s of 200 steps with a redraw a second, tqdm 4.70
-writes there one line with 12 carriage returns, rich 15 nothing but the last state; this writes a
-readable line every `every_s` seconds, with the time left by the last 50 updates.
+Written here because most runs log to a file. In 10 s of 200 steps with a redraw a second, tqdm 4.70
+writes one line with 12 carriage returns there, and rich 15 nothing but the last state. This writes
+a readable line every `every_s` seconds, with the time left by the last 50 updates.
 """
 
 from collections import deque
@@ -19,8 +19,7 @@ _WINDOW = (
 
 
 class Progress:
-  """Shows count, rate and time left: a bar redrawn in place on a terminal, else a line now and
-  then.
+  """Shows count, rate and time left: a bar on a terminal, elsewhere a line now and then.
 
   Args:
     total: how many units make the whole, None where nobody knows (no bar, no time left then).

@@ -1,4 +1,4 @@
-"""Rewards of a finished rollout: exact match, token F1, the format, and sums of such parts.
+"""Rewards of a finished rollout: exact match, token F1, format, and sums of such parts.
 
 `make("exact_match + 0.1*format - 0.1*no_answer")` gives a Reward: a total and its named parts.
 
@@ -31,8 +31,7 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str | None, golden_answers: Sequence[str]) -> float:
-  """1.0 if the normalised prediction equals any normalised golden answer, else 0.0; None (no
-  answer) is 0.0.
+  """1.0 if the normalised prediction equals a normalised golden answer, else 0.0 (no answer too).
 
   A golden answer that normalises to nothing ("A", "---") is matched by its own spelling alone.
   Raises TypeError where `golden_answers` is one string: its letters would count as answers.
@@ -89,8 +88,7 @@ def extract_answer(policy_text: str) -> str | None:
 
 
 def well_formed(trajectory: Trajectory) -> bool:
-  """Whether the rollout ended with an answer that is not empty and every turn was a call or an
-  answer."""
+  """Whether the rollout gave an answer, not an empty one, and no turn was invalid."""
   return trajectory.stop == "answer" and bool(trajectory.answer) and trajectory.num_invalid == 0
 
 
@@ -167,8 +165,11 @@ class Reward:
   terms: tuple[tuple[float, str, Callable[[Trajectory], float]], ...]
 
   def __call__(self, trajectory: Trajectory) -> Score:
-    """The score of a rollout. Raises ValueError for one lost to a fault, which is masked and never
-    scored, and for a function that returns no finite number, naming it and the rollout."""
+    """Scores a rollout.
+
+    Raises ValueError for one lost to a fault, which is masked and never scored, and for a function
+    that returns no finite number, naming it and the rollout.
+    """
     if trajectory.fault is not None:
       raise ValueError(_lost(trajectory))
     parts = {}
@@ -184,11 +185,13 @@ class Reward:
 
 
 def make(name: str) -> Reward:
-  """The reward that a configuration names.
+  """Makes the reward that a configuration names.
 
-  name: one part of PARTS, "module:function" (a function of your own from a Trajectory to a number,
-    in the working directory or on the Python path), or a sum: "exact_match + 0.5*my_module:brevity
-    - 0.1*no_answer". A part of your own is called by its function's name.
+  name: one of PARTS; "module:function", a function of your own from a Trajectory to a number, in
+    the working directory or on the Python path; or a sum of such with weights,
+    "exact_match + 0.5*my_module:brevity - 0.1*no_answer". A part of your own is called by its
+    function's name.
+
   Raises ValueError, one sentence, for what is none, or returns no finite number when it is tried.
   """
   terms, at = [], 0

@@ -1,8 +1,8 @@
-"""The device mesh and the one table that says which mesh axis carries which logical axis.
+"""The device mesh, and the one table that says which mesh axis carries which logical axis.
 
-Axes of the mesh: `data` (replicas), `fsdp` (parameters and rows split alike), `tensor` (heads, MLP
-and vocabulary). All three are explicit: an array's sharding is part of its type, and code says
-where it changes.
+The mesh has the axes `data` (replicas), `fsdp` (parameters and rows split alike) and `tensor`
+(heads, MLP and vocabulary). All three are explicit: an array's sharding is part of its type, and
+code says where it changes.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,7 @@ class MeshSettings(Settings):
 def make_mesh(
   data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ):
-  """A mesh with explicit axes `data`, `fsdp`, `tensor`; -1 in one of them takes the devices that
-  are left."""
+  """Makes a mesh of explicit axes `data`, `fsdp`, `tensor`; -1 in one takes the devices left."""
   devices = list(jax.devices() if devices is None else devices)
   sizes = [data, fsdp, tensor]
   if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
@@ -76,8 +75,7 @@ def make_mesh(
 
 
 def spec(*axes: str | None, without: str | None = None) -> P:
-  """The PartitionSpec of an array with these logical axes; `without` names a mesh axis to leave
-  out.
+  """The PartitionSpec of an array with these logical axes; `without` leaves out a mesh axis.
 
   An empty mesh (no `jax.set_mesh`) gives an empty spec.
   """
@@ -93,8 +91,7 @@ def _drop(rule, without):
 
 
 def meshed() -> bool:
-  """Whether code runs under a mesh of this module's axes, and not inside a map over another
-  one's."""
+  """Whether code runs under a mesh of these axes, and not inside a map over another mesh's."""
   return "fsdp" in jax.sharding.get_abstract_mesh().axis_names
 
 
@@ -106,8 +103,7 @@ def constrain(x, *axes: str | None, without: str | None = None):
 
 
 def take(table, index, *axes: str | None):
-  """table[index] for a table that every device holds whole; `axes` are the logical axes of the
-  result."""
+  """table[index] of a table that each device holds whole; `axes` are the result's logical ones."""
   if not meshed():
     return table[index]
   return table.at[index].get(out_sharding=spec(*axes))
@@ -119,7 +115,7 @@ def replicate(x):
 
 
 def over_rows(function, *arrays):
-  """`function` of [T] arrays over all rows of [A, R, T] ones, each device over its own rows."""
+  """Maps a function of [T] arrays over all rows of [A, R, T]; each device takes its rows."""
   mapped = jax.vmap(jax.vmap(function))
   if not meshed():
     return mapped(*arrays)
@@ -129,14 +125,12 @@ def over_rows(function, *arrays):
 
 
 def gathered(weight, axes: Sequence[str | None]):
-  """A weight whole along `fsdp`, as the layer that uses it needs it; the transpose scatters its
-  gradient."""
+  """Gathers a weight along `fsdp` for the layer that uses it; backwards, scatters its gradient."""
   return constrain(weight, *axes, without="fsdp")
 
 
 def put(value, place: NamedSharding) -> jax.Array:
-  """A value that every process holds whole, on the mesh: each process fills the parts of its own
-  devices."""
+  """Puts a value that every process holds whole on the mesh; each fills its own devices' parts."""
   if place.is_fully_addressable:
     return jax.device_put(value, place)
   if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(place, value.ndim):
@@ -146,10 +140,9 @@ def put(value, place: NamedSharding) -> jax.Array:
 
 
 def replica(value, place: NamedSharding, dtype=None) -> jax.Array:
-  """The whole of an array of any mesh on each device of `place`, which are of this process; cast
-  first.
+  """Casts an array of any mesh and copies it whole to each device of `place`, all of this process.
 
-  Where the array is spread over processes all of them must call this at the same point; one array
+  Where the array is spread over processes, all of them must call this at the same point. One array
   at a time is then whole on every device, for as long as the call takes.
   """
   value = value if dtype is None else value.astype(dtype)

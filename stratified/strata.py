@@ -1,10 +1,8 @@
-"""Partition functions: one question's trajectories in, one stratum id each out. Plain Python, no
-arrays.
+"""Partitions: one question's trajectories in, one stratum id for each out; plain Python, no arrays.
 
-`make` turns the name in a configuration into a `Partition`. A trajectory's own partitions
-(searches, calls, tools, outcome, ...) look at one trajectory; `product` crosses two; `random`
-shuffles another's ids within the group, so that its strata have the same sizes and no meaning: the
-control for "any partition would have helped".
+`make` turns the name in a configuration into a `Partition`. Most (searches, calls, tools, outcome,
+...) look at one trajectory alone; `product` crosses two. `random` shuffles another's ids within the
+group: same sizes, no meaning. It is the control for "any partition would have helped".
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +20,8 @@ from stratified.types import Trajectory
 class Partition(NamedTuple):
   """`assign(group, step=None)` gives one id in [0, num_strata) for each trajectory of the group.
 
-  step is the training step (only `random` reads it), None for the step whose parameters sampled the
-  group.
+  step: the training step, which only `random` reads; None is the one whose parameters sampled the
+    group.
   """
 
   assign: Callable[..., list[int]]
@@ -31,8 +29,7 @@ class Partition(NamedTuple):
 
 
 def searches(trajectory: Trajectory) -> int:
-  """The number of executed queries, refused and empty ones too: the partition of arXiv
-  2510.06214."""
+  """The number of executed queries, refused and empty ones too: the one of arXiv 2510.06214."""
   return trajectory.num_searches
 
 
@@ -53,8 +50,7 @@ def first_call(trajectory: Trajectory) -> int:
 
 
 def outcome(trajectory: Trajectory) -> int:
-  """The best that the calls brought: 0 no call, 1 only errors, 2 nothing found, 3 at least one
-  hit."""
+  """The best that the calls brought: 0 no call, 1 only errors, 2 nothing found, 3 a hit."""
   rank = {"error": 1, "empty": 2, "hit": 3}
   return max((rank[call.outcome] for call in trajectory.calls), default=0)
 
@@ -99,8 +95,7 @@ def _no_stratum(identity) -> str | None:
 
 
 def product(left: Partition, right: Partition) -> Partition:
-  """The common refinement: two trajectories share a stratum iff they share one in both
-  partitions."""
+  """Crosses two partitions: trajectories share a stratum iff they share one in both."""
 
   def assign(group: Sequence[Trajectory], step: int | None = None) -> list[int]:
     return [
@@ -111,7 +106,7 @@ def product(left: Partition, right: Partition) -> Partition:
 
 
 def shuffled(base: Partition, seed: int = 0) -> Partition:
-  """`base`'s ids in an order drawn from (seed, step, question id): the same sizes, no meaning.
+  """Shuffles `base`'s ids by (seed, step, question id): the same sizes, no meaning.
 
   Rollouts lost to a fault keep their own id, so the sizes agree among those that count.
   """
@@ -165,16 +160,16 @@ def make(
   base: str | None = None,
   tools: Sequence[str] | None = ("search",),
 ) -> Partition:
-  """The partition that a configuration names.
+  """Makes the partition that a configuration names.
 
-  name  searches, calls (of any tool), calls_TOOL, tools (which were called), first_search,
-        first_call, outcome, answered; two or more crossed, as in "searches*outcome"; "random", the
-        ids of `base` shuffled within each group; or "module:function", a function of your own from
-        a Trajectory to a whole number, found on the Python path or in the working directory
-  cap   counts from 0 to cap get a stratum each, larger ones share the last (also for
-        "module:function")
-  seed  of "random"; its base is searches, or calls in a task that searches nothing
-  tools the task's tools; None where they are not known yet
+  name   searches, calls (of any tool), calls_TOOL, tools (which were called), first_search,
+         first_call, outcome, answered; two or more crossed, as in "searches*outcome"; "random", the
+         ids of `base` shuffled within each group; or "module:function", a function of your own from
+         a Trajectory to a whole number, found on the Python path or in the working directory
+  cap    counts from 0 to cap get a stratum each, larger ones share the last (also for
+         "module:function")
+  seed   of "random"; its base is searches, or calls in a task that searches nothing
+  tools  the task's tools; None where they are not known yet
 
   Raises ValueError, one sentence, for an unknown name or a cap below 1.
   """

@@ -36,11 +36,11 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """A run of token ids of one origin, exactly as sampled (policy) or as fed (prompt, observation).
+  """Token ids of one origin in a row, exactly as sampled (policy) or as fed (prompt, observation).
 
-  `log_probs` holds the sampler's log-prob of each token after temperature, policy segments only.
-  `weight_versions` holds the training step whose parameters sampled each token; empty where the
-  sampler keeps one version for a whole generation, which is then the trajectory's.
+  log_probs: the sampler's log-prob of each token after temperature; policy segments only.
+  weight_versions: the training step whose parameters sampled each token. Empty where the sampler
+    keeps one version for a whole generation, which is then the trajectory's.
   """
 
   token_ids: tuple[int, ...]
@@ -68,8 +68,9 @@ class Segment:
 class Call:
   """One executed call of a tool.
 
-  argument: its text: a query, an expression. outcome: hit (it brought something), empty, or error
-  (the tool refused it, or was lost). results: what it brought: ids of passages, or texts.
+  argument: its text: a query, an expression.
+  outcome: hit (it brought something), empty, or error (the tool refused it, or was lost).
+  results: what it brought: ids of passages, or texts.
   """
 
   tool: str
@@ -95,12 +96,13 @@ class Turn:
 class Trajectory:
   """One rollout of one question.
 
-  `answer` is the last answer in the policy's own text, None when it gave none. `stop` says what
-  ended the rollout: "answer", "turns", "length" or "fault". With `fault` set (the sentence that
-  says what broke) the rollout is masked out of every statistic, never scored. `weight_version` is
-  the training step whose parameters sampled it. `side_tokens` counts what was sampled beside the
-  rollout (a pass that condenses what was found): part of its cost, no part of its tokens, never
-  trained on.
+  answer: the last answer in the policy's own text; None when it gave none.
+  stop: what ended the rollout: "answer", "turns", "length" or "fault".
+  fault: the sentence that says what broke; a rollout with one is masked out of every statistic and
+    never scored.
+  weight_version: the training step whose parameters sampled it.
+  side_tokens: number of tokens sampled beside the rollout (a pass that condenses what was found):
+    part of its cost, no part of its tokens, never trained on.
   """
 
   question: Question

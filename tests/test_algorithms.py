@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_rollouts import collate, decoder_config, family, parameters, random_groups, trajectory
 
-from stratified import losses
+from stratified import advantages, losses
 from stratified.algorithms import Facts, make, METHODS
 from stratified.algorithms.base import Algorithm, Credit, Loss
 from stratified.algorithms.gigpo import anchors, Gigpo, GigpoSettings, state_ids
@@ -186,3 +186,44 @@ def test_names_that_are_no_method_are_refused():
   with pytest.raises(ValueError, match="algorithm.name is 'math:tau'"):
     of("math:tau")
   assert family().SETTINGS
+
+
+###  Estimators from outside  ###
+
+SOURCE = """
+import jax.numpy as jnp
+def right(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return mask_k * (reward_k - 0.5)
+def short(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return reward_k[:2]
+def infinite(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return reward_k / 0.0
+def narrow(reward_k): return reward_k
+def broken(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return reward_k.nothing
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+  (tmp_path / "mine_of_tests.py").write_text(SOURCE)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  return "mine_of_tests"
+
+
+def test_an_estimator_from_outside_is_mapped_over_questions_like_any_other(mine):
+  estimate = advantages.make(f"{mine}:right", num_strata=2)
+  reward_qk, valid_qk = np.float32(ARRAYS["reward"]), np.float32([[1, 1, 1, 0], [1, 1, 1, 1]])
+  found = estimate(reward_qk, np.zeros((2, 4), np.int32), valid_qk, 0)
+  np.testing.assert_array_equal(found, valid_qk * (reward_qk - 0.5))
+
+
+@pytest.mark.parametrize(
+  "name, words",
+  [
+    ("short", "it must return one advantage a rollout"),
+    ("infinite", "advantages must be finite"),
+    ("narrow", r"whose signature is \(reward_k\); it is called with reward_k, stratum_k"),
+    ("broken", "failed on a made-up rollout with AttributeError"),
+    ("absent", "has no 'absent'"),
+  ],
+)
+def test_an_estimator_from_outside_that_can_not_serve_is_refused_in_words(mine, name, words):
+  with pytest.raises(ValueError, match=f"advantage.name is '{mine}:{name}'.*{words}"):
+    advantages.AdvantageSettings(name=f"{mine}:{name}")

@@ -6,10 +6,16 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+sys.path.append(str(EXAMPLES))  # as PYTHONPATH does for the programs
+
+import my_estimator
+
 SMALL = {
   "num_steps": 2,
   "warm_start.num_steps": 2,
@@ -100,6 +106,40 @@ def test_a_task_and_a_tool_of_ones_own(tmp_path):
   assert "letters" in evaluated["sets"]["held_out"]["calls_mean"]
 
 
+def test_an_estimator_of_ones_own(tmp_path):
+  rows, rollouts = trained(
+    tmp_path,
+    **{
+      "advantage.name": "my_estimator:pooled_san",
+      "reward.name": "exact_match + tests.live_reward:varied",
+    },
+  )
+  assert all(row["advantage/rms"] > 0 for row in rows)
+  group = [one for one in rollouts if one["question_id"] == rollouts[0]["question_id"]]
+  reward, stratum = (np.asarray([one[key] for one in group]) for key in ("reward", "stratum"))
+  expected = my_estimator.pooled_san(
+    jnp.float32(reward), stratum, num_strata=4, mask_k=np.ones(len(group)), eps=1e-6, ddof=0
+  )
+  np.testing.assert_allclose([one["advantage"] for one in group], expected, atol=1e-5)
+
+
+def test_a_method_of_ones_own(tmp_path):
+  rows, rollouts = trained(
+    tmp_path,
+    **{
+      "algorithm.name": "my_algorithm:ReinforceAndImitate",
+      "reward.name": "exact_match + tests.live_reward:varied",
+    },
+  )
+  # Both components count, and what every method has is logged for it too.
+  assert all({"loss/policy", "loss/imitate", "theory/between_stratum_variance"} <= set(row)
+             for row in rows)  # fmt: skip
+  assert any(one["reward"] == 1 for one in rollouts) == (rows[-1]["loss/imitate"] > 0)
+  for row in {one["question_id"]: one for one in rollouts}.values():
+    group = [one for one in rollouts if one["question_id"] == row["question_id"]]
+    assert sum(one["advantage"] for one in group) == pytest.approx(0, abs=1e-5)
+
+
 def test_a_tool_of_ones_own_beside_those_of_a_task(tmp_path):
   _, rollouts = trained(
     tmp_path, **{"tools": "search,my_tool:Letters", "strata.name": "tools", "num_steps": 2}
@@ -114,6 +154,8 @@ def test_a_tool_of_ones_own_beside_those_of_a_task(tmp_path):
     ({"reward.name": "builtins:str"}, "reward.name is 'builtins:str', which returned"),
     ({"strata.name": "sys:foo"}, "strata.name is 'sys:foo', but the module sys has no 'foo'"),
     ({"strata.name": "builtins:str"}, "a stratum is a whole number, 0 or more"),
+    ({"advantage.name": "my_reward:brevity"}, "is called with reward_k, stratum_k, num_strata="),
+    ({"algorithm.name": "my_reward:brevity"}, "whose signature is (trajectory"),
     ({"task.name": "os:getcwd"}, "task.name is 'os:getcwd', whose signature is ()"),
     ({"tools": "search,my_reward:brevity"}, "is no tool: it has no"),
   ],

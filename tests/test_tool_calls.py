@@ -460,3 +460,5 @@ def test_a_turn_may_call_several_tools_each_with_a_response_of_its_own():
   information = protocol.information([PAGES["Oslo"][:1], (), ("42",)], action.sizes)
   assert [piece.count("Doc 1") for piece in information.pieces] == [1, 0]
   assert information.pieces[1].endswith("42")
+  information = protocol.information([("42",), PAGES["Oslo"][:1]], (1, 1))
+  assert "Doc 1(Title: Oslo)" in information.pieces[1]  # texts take no number

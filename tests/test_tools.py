@@ -99,6 +99,7 @@ def test_values(expression, value):
     ("1 2", "unexpected 2"),
     ("2(3)", "unexpected ("),
     ("(1+2", "a parenthesis is not closed"),
+    ("(1 2", "a parenthesis is not closed"),
     ("1)", "unexpected )"),
     ("1/0", "division by zero"),
     ("1/(2-2)", "division by zero"),

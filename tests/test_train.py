@@ -41,6 +41,12 @@ SETTINGS = {
   "eval.every": 2,
   "eval.forced": False,
   "checkpoint.every": 2,
+  # An untrained policy is never right: a reward that differs between its rollouts keeps every
+  # advantage alive, and four updates a step make the clip act.
+  "reward.name": "exact_match + tests.live_reward:varied",
+  "update.epochs": 2,
+  "update.mini_batches": 2,
+  "loss.clip_ratio": 0.001,
 }
 KEYS = """
     step reward/mean reward/exact_match rollout/searches_mean rollout/tokens_per_second
@@ -109,7 +115,9 @@ def test_a_run_writes_every_file_and_key_of_the_contract(whole):
   for row in training:
     assert set(KEYS) <= row.keys(), set(KEYS) - row.keys()
     assert "not_finite" not in row and row["rollout/failed"] == 0 and row["update/skipped"] == 0
-    assert row["policy/logp_gap_max"] < 1e-4 and row["grad/norm"] >= 0
+    assert row["policy/logp_gap_max"] < 1e-4 and row["grad/norm"] > 0
+    assert row["advantage/zero_share"] < 1 and row["policy/clip_share"] > 0
+    assert row["reward/varied"] > 0 and row["stage"] == "reinforcement"
   evaluated = [row for row in found if "eval/exact_match" in row]
   assert [row["step"] for row in evaluated] == [0, 2, 4]
   assert any(key.startswith("eval/exact_match_hops_") for key in evaluated[0])
@@ -204,12 +212,7 @@ def test_a_finished_run_started_again_adds_nothing(whole):
 def test_rollouts_of_one_step_before_are_sampled_while_the_update_runs_and_say_so(tmp_path):
   done = run(
     tmp_path / "run",
-    **{
-      "rollout.max_staleness": 1,
-      "loss.old_log_probs": "sampler",
-      "loss.importance_cap": 2.0,
-      "loss.importance": "sequence",
-    },
+    **{"rollout.max_staleness": 1, "loss.importance_cap": 2.0, "loss.importance": "sequence"},
   )
   assert done.returncode == 0, done.stderr[-3000:]
   trained = [row for row in rows(tmp_path / "run") if "reward/mean" in row]

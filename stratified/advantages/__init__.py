@@ -1,5 +1,4 @@
-"""Advantage estimators: group, batch and token kernels, and `make`, which builds one from its
-name."""
+"""Advantage estimators: group, batch and token kernels, and `make`, which builds one by name."""
 
 from stratified.advantages.batch import gn_batch, reinforce_batch
 from stratified.advantages.estimators import AdvantageSettings, estimator, make

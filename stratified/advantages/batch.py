@@ -1,9 +1,8 @@
-"""Batch estimators: the rewards of all questions in, [Q, K], because their statistics cross
-questions.
+"""Batch estimators: kernels over all questions, [Q, K], whose statistics cross questions.
 
-Signature as in `group`, with [Q, K] arrays. Every group kernel is a batch kernel too when called
-with over="batch"; these two have names of their own. With questions sharded over devices each
-statistic costs one small all-reduce.
+They have the signature of `group`'s kernels, with [Q, K] arrays. Every group kernel is a batch
+kernel too when called with over="batch"; these two have names of their own. With questions sharded
+over devices each statistic costs one small all-reduce.
 """
 
 import functools
@@ -17,8 +16,7 @@ from stratified.advantages import group, segments
 def reinforce_batch(reward_qk, stratum_qk, *, num_strata, mask_k=None, eps=1e-6, ddof=0):
   """(R - mean) / (std + eps), mean and standard deviation over all valid rollouts of the batch.
 
-  `mask_k` is [Q, K]. Source: REINFORCE++, arXiv 2501.03262 (its normalisation over the global
-  batch).
+  `mask_k` is [Q, K]. Source: REINFORCE++, arXiv 2501.03262 (normalisation over the global batch).
   """
   return group.gn(
     reward_qk, stratum_qk, num_strata=num_strata, mask_k=mask_k, eps=eps, ddof=ddof, over="batch"
@@ -27,8 +25,7 @@ def reinforce_batch(reward_qk, stratum_qk, *, num_strata, mask_k=None, eps=1e-6,
 
 @functools.partial(jax.jit, static_argnames="num_strata")
 def gn_batch(reward_qk, stratum_qk, *, num_strata, mask_k=None, eps=1e-6, ddof=0):
-  """(R - R_g) / (s + eps): R_g the question's mean, s the deviation of R - R_g over all valid
-  rollouts.
+  """(R - R_g) / (s + eps): R_g is the question's mean, s the batch's deviation of R - R_g.
 
   `mask_k` is [Q, K]. Source: REINFORCE++ with a group baseline, arXiv 2501.03262.
   """

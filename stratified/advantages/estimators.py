@@ -1,4 +1,4 @@
-"""From the name of an estimator and its options to one function of [Q, K] rewards and strata."""
+"""Builds an estimator from its name and options: one function of [Q, K] rewards and strata."""
 
 from collections.abc import Callable
 import dataclasses
@@ -134,15 +134,14 @@ def from_outside(spec: str) -> Callable:
 
 
 def options(name: str) -> list[str]:
-  """The options that the estimator takes: its kernel's keywords and what every one may be given."""
+  """Names the options of an estimator: its kernel's keywords and what all may be given."""
   fields = {field.name for field in dataclasses.fields(AdvantageSettings)} - {"name"}
   taken = set(inspect.signature(kernel_of(name)).parameters) & fields
   return sorted(taken | set(COMMON) | (set(SCHEDULE) if name == "blend" else set()))
 
 
 def alpha_at(step, alpha=1.0, alpha_end=None, alpha_steps=None):
-  """alpha at a step: the constant, the function's value, or linear from alpha at step 0 to
-  alpha_end."""
+  """alpha at a step: a constant, a function's value, or linear from alpha to alpha_end."""
   if callable(alpha):
     return alpha(step)
   if alpha_end is None:
@@ -174,7 +173,10 @@ def make(
 
 
 def estimator(settings: AdvantageSettings, *, num_strata: int, alpha: Any = None) -> Callable:
-  """What `make` returns, of checked settings; `alpha` in place of theirs where it is a function."""
+  """Builds what `make` returns from checked settings.
+
+  alpha: a function of the step that takes the place of theirs; None keeps theirs.
+  """
   name, kernel = settings.name, kernel_of(settings.name)
   parameters = inspect.signature(kernel).parameters
   own = {key: value for key, value in settings.given.items() if key in parameters}

@@ -4,20 +4,19 @@ Every kernel is written for one group (`vmap` over questions is the caller's) an
 
     name(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", ...)
 
-  reward_k   [K] rewards, any float or integer type; accumulated and returned in float32 (float64
-             stays)
+  reward_k   [K] rewards of any float or integer type; float32 inside and out (float64 stays)
   stratum_k  [K] integer stratum of each rollout, in [0, num_strata)
   mask_k     [K] 1 or True where the rollout counts; the others enter no statistic and get 0.
-             None: all
+             None counts all
   eps        added to the standard deviation, in units of reward
   ddof       the standard deviation divides by n - ddof; a stratum or group with n <= ddof gets 0
-  over       "question": [K], statistics of one group. "batch": the same formula over [Q, K], with
-             the whole batch as the group and strata that cross questions
+  over       "question": [K], statistics of one group. "batch": the same formula over [Q, K], the
+             whole batch as the group and strata that cross questions
 
-Names in the formulas: R_g, s_g mean and standard deviation of the group; n_k, R_k, s_k size, mean
-and standard deviation of the sample's stratum k. A constant group or stratum (a singleton too)
-deviates by exactly 0, so no kernel returns NaN for finite rewards. All raise AssertionError for a
-wrong rank or shape, when traced.
+Names in the formulas: R_g, s_g are mean and standard deviation of the group; n_k, R_k, s_k are
+size, mean and standard deviation of the rollout's stratum k. A constant group or stratum (a
+singleton too) deviates by exactly 0, so no kernel returns NaN for finite rewards. All raise
+AssertionError for a wrong rank or shape, when traced.
 """
 
 from collections.abc import Callable
@@ -31,10 +30,11 @@ from stratified.advantages import segments
 
 
 def estimator(formula: Callable) -> Callable:
-  """A kernel from its formula: `formula(g, *, eps, ddof, own options)`, those it uses alone.
+  """Makes a kernel from its formula, `formula(g, *, eps, ddof, own options)`.
 
-  g is the group as masked sums (`segments.prepare`). An option with a default of text is a choice,
-  fixed when the kernel is traced; the others are traced numbers.
+  g is the group as masked sums (`segments.prepare`). The formula names the options that it uses and
+  no others. An option whose default is text is a choice, fixed when the kernel is traced; the
+  others are traced numbers.
   """
   own = dict(inspect.signature(formula).parameters)
   own.pop("g")
@@ -92,12 +92,14 @@ def gn(g, *, eps, ddof):
 def san(g, *, eps, ddof, fallback="zero", fallback_on="singleton", kappa=1.0):
   """Stratified advantage normalisation: (R_i - R_k) / (s_k + eps).
 
-  A stratum without spread carries no within-stratum signal and gets 0; `fallback` gives it another
-  one:
+  A stratum without spread says nothing about the acts inside it and gets 0. `fallback` gives it
+  another value:
+
     "zero"    0
     "gn"      group normalisation, (R_i - R_g) / (s_g + eps)
     "shrink"  kappa / (n_k + kappa) of "gn": the stratum's mean is shrunk to the group's
-  for the strata that `fallback_on` names: "singleton" (n_k = 1) or "constant" (all rewards equal,
+
+  `fallback_on` says which strata get it: "singleton" (n_k = 1) or "constant" (all rewards equal,
   singletons too).
 
   Source: arXiv 2510.06214, Definition 1; the fallbacks are ours.
@@ -127,15 +129,19 @@ def blend(g, *, eps, ddof, alpha=0.6, kappa=None):
 
 @estimator
 def centered(g):
-  """R_i - R_g, the global advantage; `eps` and `ddof` change nothing. Source: arXiv 2510.06214,
-  Prop. 1."""
+  """R_i - R_g, the global advantage.
+
+  `eps` and `ddof` change nothing. Source: arXiv 2510.06214, Proposition 1.
+  """
   return _centered(g)
 
 
 @estimator
 def stratified(g):
-  """R_i - R_k, the stratified advantage; `eps`, `ddof` change nothing. Source: arXiv 2510.06214,
-  Prop. 1."""
+  """R_i - R_k, the stratified advantage.
+
+  `eps` and `ddof` change nothing. Source: arXiv 2510.06214, Proposition 1.
+  """
   return _stratified(g)
 
 
@@ -146,8 +152,10 @@ def _leave_one_out(centered, count):
 
 @estimator
 def loo(g):
-  """R_i minus the mean reward of the group's other rollouts; 0 without others. Source: RLOO,
-  2402.14740."""
+  """R_i minus the mean reward of the group's other rollouts; 0 without others.
+
+  Source: RLOO, arXiv 2402.14740.
+  """
   return _leave_one_out(_centered(g), g.group.count)
 
 
@@ -155,9 +163,9 @@ def loo(g):
 def stratified_loo(g):
   """R_i minus the mean reward of the other rollouts of its stratum; 0 for a singleton.
 
-  RLOO (arXiv 2402.14740) inside the strata of arXiv 2510.06214. A stratum of probability p gets the
-  share 1 - (1 - p)^(K - 1) of its expected gradient, where `stratified` gets 1 - (1 - (1 - p)^K) /
-  (K p).
+  RLOO (arXiv 2402.14740) inside the strata of arXiv 2510.06214. A stratum of probability p keeps
+  the share 1 - (1 - p)^(K - 1) of its expected gradient; `stratified` keeps
+  1 - (1 - (1 - p)^K) / (K p).
   """
   return _leave_one_out(_stratified(g), g.stratum.count)
 
@@ -166,8 +174,8 @@ def stratified_loo(g):
 def shrunk(g, *, kappa=1.0):
   """R_i - (w R_k + (1 - w) R_g), w = n_k / (n_k + kappa).
 
-  kappa 0 is `stratified`, kappa to infinity `centered`. The shrinkage of a small stratum's mean to
-  the group's, as in empirical Bayes; ours.
+  Shrinks the mean of a small stratum to the group's, as in empirical Bayes. kappa 0 is
+  `stratified`, kappa to infinity `centered`. Ours.
   """
   w = _own_share(g, kappa)
   return w * _stratified(g) + (1 - w) * _centered(g)
@@ -175,8 +183,7 @@ def shrunk(g, *, kappa=1.0):
 
 @estimator
 def two_term(g, *, lam=1.0):
-  """(R_i - R_k) + lam (R_k - R_g): the act inside a stratum and the choice of stratum, weighted
-  apart.
+  """(R_i - R_k) + lam (R_k - R_g): weighs the choice of a stratum apart from the acts inside it.
 
   lam 0 is `stratified`, lam 1 `centered`. The root mean squares of the two parts are logged at
   every step (theory.diagnostics). Source: the two parts of arXiv 2510.06214, Proposition 1; the
@@ -213,8 +220,10 @@ def san_rms(g, *, eps, ddof):
 
 
 def match_rms(advantage, target, mask):
-  """advantage * rms(target) / rms(advantage) over the valid entries, any shape; 0 if the advantage
-  is."""
+  """advantage * rms(target) / rms(advantage) over the valid entries; 0 where it is all 0.
+
+  All three are of one shape, any shape.
+  """
   own, wanted = (
     jnp.sqrt(jnp.sum(jnp.where(mask > 0, jnp.square(x), 0))) for x in (advantage, target)
   )

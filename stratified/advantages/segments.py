@@ -1,21 +1,20 @@
-"""Masked sums over a sample's own stratum or group: the one primitive under every estimator and
-diagnostic.
+"""Masked sums over a sample's own stratum or group: what estimators and diagnostics are made of.
 
-A `Sums` is a segment sum followed by the look-up of each sample's own segment. Three exact
-formulations give it:
+A `Sums` is a segment sum followed by the look-up of each sample's own segment. It has three exact
+formulations:
 
-  * a group of at most PAIRWISE_LIMIT rollouts: sum_j [stratum_j = stratum_k] x_j, unrolled over j.
-    Neither scatter nor gather, so it fuses with what surrounds it and asks nothing of the sharding;
-    on a CPU it takes between a sixth and 1.7 times the segment sums' time, as the compiler
-    vectorises a row of K or does not;
-  * a larger group: `jax.ops.segment_sum` and a look-up, whose work does not grow with the square of
-    K;
-  * a whole batch [Q, K]: segment sums of each question, then a sum over questions, so that sharded
+  * A group of at most PAIRWISE_LIMIT rollouts: sum_j [stratum_j = stratum_k] x_j, unrolled over j.
+    It needs neither scatter nor gather, so it fuses with what surrounds it and asks nothing of the
+    sharding. On a CPU it takes between a sixth and 1.7 times the segment sums' time, depending on
+    whether the compiler vectorises a row of K.
+  * A larger group: `jax.ops.segment_sum` and a look-up, whose work does not grow with the square
+    of K.
+  * A whole batch [Q, K]: segment sums of each question, then a sum over questions, so that sharded
     questions need an all-reduce of [num_strata] numbers and nothing else.
 
-Deviations are sums of differences, in two passes. Rewards that are all equal therefore deviate by
-exactly zero (in float32 the mean of equal numbers need not equal them), and a large common offset
-costs no digits.
+Deviations are sums of differences, in two passes. So rewards that are all equal deviate by exactly
+zero (in float32 the mean of equal numbers need not equal them), and a large common offset costs no
+digits.
 """
 
 from collections.abc import Callable
@@ -33,11 +32,10 @@ Over = Literal["question", "batch"]
 class Sums(NamedTuple):
   """For each sample, over the valid samples of its own segment (a stratum, or the whole group).
 
-  count       how many there are, at least 1 so that it can divide (it is 1 where the sample itself
-              is masked)
-  total(x)    sum of x
-  center(x)   x minus its mean over the segment, exactly 0 where the segment's x are all equal, 0
-              where masked
+  count      how many there are; 1 where the sample itself is masked, so that it can divide
+  total(x)   sum of x
+  center(x)  x minus its mean over the segment; exactly 0 where all x of the segment are equal, and
+             where masked
 
   Each result has the sample's shape or, for a whole group, a shape that broadcasts against it.
   """
@@ -48,8 +46,7 @@ class Sums(NamedTuple):
 
 
 class Group(NamedTuple):
-  """One group ready for an estimator: rewards (float32 or wider, 0 where masked), mask, the two
-  sums."""
+  """One group ready for an estimator: rewards (float32 or wider, 0 if masked), mask, two sums."""
 
   reward: Any
   mask: Any
@@ -58,7 +55,7 @@ class Group(NamedTuple):
 
 
 def prepare(reward, stratum, mask, num_strata: int, over: Over = "question") -> Group:
-  """Checks ranks and shapes; bfloat16 and integer rewards are widened to float32, float64 stays.
+  """Checks ranks and shapes; widens bfloat16 and integer rewards to float32 (float64 stays).
 
   Raises AssertionError for a rank other than 1 ([K], over="question") or 2 ([Q, K], over="batch").
   """
@@ -131,8 +128,7 @@ def deviation(sums: Sums, centered, ddof):
 def over_deviation(centered, std, eps):
   """centered / (std + eps), and exactly 0 where the deviation is 0, whatever eps (never 0 / 0).
 
-  A deviation that is not finite makes the advantage so too: the update then skips the step and says
-  so.
+  A deviation that is not finite gives an advantage that is not: the update skips it and says so.
   """
   # The second: masked samples stay 0 beside one that is not finite.
   flat = (std == 0) | (centered == 0)

@@ -1,5 +1,4 @@
-"""The decompositions of arXiv 2510.06214, their finite-sample corrections, and the diagnostics of a
-step.
+"""Decompositions of arXiv 2510.06214, finite-sample corrections, and a step's diagnostics.
 
 Functions of rewards take one group, [K], and have the estimators' arguments
 (stratified.advantages.group): `vmap` is the caller's. R_g, s_g are mean and standard deviation of
@@ -19,8 +18,7 @@ from stratified.advantages import segments
 
 
 class Moments(NamedTuple):
-  """Per stratum, [num_strata]: valid rollouts, mean reward, population deviation; 0 for an empty
-  one."""
+  """By stratum, [num_strata]: valid rollouts, mean reward, deviation; all 0 for an empty one."""
 
   count_s: Any
   mean_s: Any
@@ -43,8 +41,7 @@ def moments(reward_k, stratum_k, *, num_strata: int, mask_k=None) -> Moments:
 def centered_parts(reward_k, stratum_k, *, num_strata: int, mask_k=None):
   """Proposition 1, R_i - R_g = (R_i - R_k) + (R_k - R_g): the two terms, [K] each, 0 where masked.
 
-  The second is the cross-stratum bias: the same for every rollout of a stratum, whatever it did
-  inside.
+  The second is the cross-stratum bias: equal for all rollouts of a stratum, whatever they did.
   """
   g = segments.prepare(reward_k, stratum_k, mask_k, num_strata)
   return _centered_parts(g)
@@ -56,11 +53,10 @@ def _centered_parts(g: segments.Group):
 
 
 def gn_parts(reward_k, stratum_k, *, num_strata: int, mask_k=None, eps=1e-6):
-  """Proposition 3, GN_i = alpha_k SAN_i + Delta_k: (alpha_k, SAN_i, Delta_k), [K] each, 0 where
-  masked.
+  """Proposition 3, GN_i = alpha_k SAN_i + Delta_k: (alpha_k, SAN_i, Delta_k), each [K].
 
-  alpha_k = (s_k + eps) / (s_g + eps) and Delta_k = (R_k - R_g) / (s_g + eps); all 0 in a group
-  without spread.
+  alpha_k = (s_k + eps) / (s_g + eps) and Delta_k = (R_k - R_g) / (s_g + eps). All are 0 where
+  masked, and in a group without spread.
   """
   g = segments.prepare(reward_k, stratum_k, mask_k, num_strata)
   within_k, between_k = _centered_parts(g)
@@ -75,8 +71,7 @@ def gn_parts(reward_k, stratum_k, *, num_strata: int, mask_k=None, eps=1e-6):
 
 
 def gradient_parts(reward_k, stratum_k, score, *, num_strata: int, mask_k=None, eps=1e-6):
-  """Eq. 6, the two parts of the GN gradient: (1/n) sum_i w_i score_i, w = alpha_k SAN_i and w =
-  Delta_k.
+  """Eq. 6, the two parts of GN's gradient: (1/n) sum_i w_i score_i, w_i = alpha_k SAN_i or Delta_k.
 
   score  pytree of arrays [K, ...], the gradient of each trajectory's log-prob; the parts have the
          trailing shapes and add up to (1/n) sum_i GN_i score_i
@@ -117,27 +112,25 @@ def _variance_terms(g: segments.Group, within_k, between_k, eps):
 
 
 def advantage_by_stratum(advantage, stratum, weight, *, num_strata: int):
-  """sum_i weight_i A_i over the samples of each stratum, [num_strata]; any shape in, `weight` 0
-  where masked.
+  """sum_i weight_i A_i over the samples of each stratum, [num_strata].
 
-  What a loss adds up on the choice of a stratum, one token per trajectory, is this with weight 1;
-  over all policy tokens it is this with their number. Unit weights give exactly 0 for SAN. A loss
-  that averages each trajectory over its own length has weights 1 / length instead, and the
-  cancellation is lost.
+  This is what a loss adds up on the choice of a stratum: with weight 1 where a trajectory counts
+  once, with its number of policy tokens where each token counts. Unit weights give exactly 0 for
+  SAN. A loss that averages each trajectory over its own length has weights 1 / length, and the
+  cancellation is lost. All arrays have one shape, any; `weight` is 0 where masked.
   """
   return jax.ops.segment_sum((advantage * weight).ravel(), stratum.ravel(), num_strata)
 
 
 def attenuation(name: str, p, samples: int, q=None):
-  """Expected gradient inside a stratum of probability p, over the one that an infinite group would
-  give it.
+  """Share of its gradient that a stratum of probability p keeps: expected over an infinite group's.
 
-  name  "stratified": 1 - (1 - (1 - p)^K) / (K p), since the stratum's mean contains the sample
-        itself
+  name  "stratified":     1 - (1 - (1 - p)^K) / (K p), since the stratum's mean contains the sample
         "stratified_loo": 1 - (1 - p)^(K - 1), since a singleton has no baseline
-        "san": rewards 0 or 1 with success rate q, E[sqrt(m (n - m))] / (K p sqrt(q (1 - q))), n ~
-               Binomial(K, p) rollouts in the stratum and m ~ Binomial(n, q) successes; the infinite
-               group's is Theorem 3's (eps = 0)
+        "san":            E[sqrt(m (n - m))] / (K p sqrt(q (1 - q))) for rewards 0 or 1 of success
+                          rate q, with n ~ Binomial(K, p) rollouts in the stratum and
+                          m ~ Binomial(n, q) successes; the infinite group's is Theorem 3's
+                          (eps = 0)
   p, q  probability of the stratum and success rate inside it, both in (0, 1]; samples  K
 
   Derived for scores of the acts inside the stratum, whose expectation within it is 0.
@@ -162,13 +155,12 @@ def binomial(n: int, m: int, p: float) -> float:
 
 
 def expected_zero_share(name: str, p_s, q_s, samples: int) -> float:
-  """Expected share of trajectories with advantage 0; rewards 0 or 1, K = samples rollouts without
-  faults.
+  """Expected share of trajectories with advantage 0: rewards 0 or 1, K = samples, no faults.
 
-  name  "san": sum_s p_s [q_s (1 - p_s (1 - q_s))^(K - 1) + (1 - q_s) (1 - p_s q_s)^(K - 1)]: no
-        rollout of
-               the same stratum has the other reward
-        "gn": Q^K + (1 - Q)^K with Q = sum_s p_s q_s: no rollout of the group has the other reward
+  name  "san": no rollout of the same stratum has the other reward,
+               sum_s p_s [q_s (1 - p_s (1 - q_s))^(K - 1) + (1 - q_s) (1 - p_s q_s)^(K - 1)]
+        "gn":  no rollout of the group has the other reward,
+               Q^K + (1 - Q)^K with Q = sum_s p_s q_s
   """
   p_s, q_s = np.asarray(p_s, np.float64), np.asarray(q_s, np.float64)
   if name == "san":
@@ -182,8 +174,7 @@ def expected_zero_share(name: str, p_s, q_s, samples: int) -> float:
 
 
 def expected_singleton_share(p_s, samples: int) -> float:
-  """sum_s p_s (1 - p_s)^(K - 1): the expected share of trajectories that are alone in their
-  stratum."""
+  """Expected share of trajectories alone in their stratum, sum_s p_s (1 - p_s)^(K - 1)."""
   p_s = np.asarray(p_s, np.float64)
   return float(p_s @ (1 - p_s) ** (samples - 1))
 
@@ -191,17 +182,16 @@ def expected_singleton_share(p_s, samples: int) -> float:
 def diagnostics(
   reward_qk, stratum_qk, valid_qk, advantage_qk, *, num_strata: int, eps=1e-6
 ) -> dict[str, jax.Array]:
-  """The scalars that are logged at every step; jittable, all finite, also when nothing is valid
-  (then 0).
+  """Computes the scalars that each step logs; jittable, finite, 0 where nothing is valid.
 
   Averages over questions run over those with a valid rollout, the others over valid trajectories:
 
-    advantage/zero_share  share of trajectories with an advantage of exactly 0
-    advantage/rms         root mean square of the advantages
+    advantage/zero_share    share of trajectories with an advantage of exactly 0
+    advantage/rms           root mean square of the advantages
     advantage/within_rms, advantage/between_rms   root mean squares of R_i - R_k and R_k - R_g
-    strata/count          mean number of distinct strata in a question
+    strata/count            mean number of distinct strata in a question
     strata/singleton_share  share of trajectories alone in their stratum
-    strata/share_S        share of trajectories in stratum S
+    strata/share_S          share of trajectories in stratum S
     theory/between_stratum_variance   mean of (1/n) sum_k n_k (R_k - R_g)^2, Theorem 1's difference
     theory/normalization_effect       mean of Theorem 2's Term B
     theory/cross_stratum_offset_rms   mean of the root mean square of Proposition 3's Delta_k

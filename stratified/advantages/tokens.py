@@ -11,8 +11,7 @@ from stratified.advantages import group, segments
 
 @jax.jit
 def gae(reward_t, value_t, trajectory_t, mask_t, *, gamma=1.0, lam=1.0):
-  """Generalised advantage estimation over the policy tokens of one packed row; the caller vmaps
-  over rows.
+  """Generalised advantage estimation over the policy tokens of one packed row; vmap it over rows.
 
       delta_t = r_t + gamma V_{t'} - V_t,   A_t = delta_t + gamma lam A_{t'}
 
@@ -21,15 +20,13 @@ def gae(reward_t, value_t, trajectory_t, mask_t, *, gamma=1.0, lam=1.0):
   over turns.
 
   reward_t      [T] reward given at each policy token, read only where the mask is set: a final
-                reward
-                belongs on the trajectory's last policy token
+                reward belongs on the trajectory's last policy token
   value_t       [T] the critic's value before the token, V_t
   trajectory_t  [T] integer id; a change of id ends the recursion
   mask_t        [T] 1 where the policy sampled the token
 
-  Returns (advantage_t, return_t), return_t = A_t + V_t the critic's target; both 0 off the mask.
-  Source: arXiv 1506.02438, as in PPO; Search-R1 (arXiv 2503.09516) masks retrieved tokens the same
-  way.
+  Returns (advantage_t, return_t); return_t = A_t + V_t is the critic's target; both are 0 off the
+  mask. Source: arXiv 1506.02438, as in PPO. Search-R1 (arXiv 2503.09516) masks observations too.
   """
   chex.assert_rank([reward_t, value_t, trajectory_t, mask_t], 1)
   chex.assert_equal_shape([reward_t, value_t, trajectory_t, mask_t])
@@ -59,8 +56,7 @@ def gae(reward_t, value_t, trajectory_t, mask_t, *, gamma=1.0, lam=1.0):
 
 @jax.jit
 def whiten(advantage, mask, *, eps=1e-6):
-  """(A - mean) / (std + eps) over the entries with mask 1, any shape; the others get 0. Usual after
-  GAE."""
+  """(A - mean) / (std + eps) over the entries with mask 1; the others get 0. Usual after GAE."""
   mask = mask > 0
   everyone = segments.whole(mask, advantage.dtype)
   centered = everyone.center(advantage)
@@ -86,17 +82,15 @@ def gigpo(
       A_step(i, t)  = (G_it - mean) / (std + eps),          G_it = sum_{u >= t} gamma^(u - t) r_iu
 
   where mean and std run over all turns of all rollouts that stood in the same state. A state met
-  once, or with equal returns, adds 0. normalize=False divides by no deviation (the paper's F_norm =
-  1).
+  once, or with equal returns, adds 0. normalize=False divides by no deviation (F_norm = 1 in the
+  paper).
 
   reward_kt   [K, T] reward of each turn; mask_kt [K, T] 1 where the turn took place
   state_kt    [K, T] integer id of the state (the anchor) before the turn, in [0, num_states);
-              num_states
-              defaults to K T, which fits ids counted from 0
+              num_states defaults to K T, which fits ids counted from 0
   gamma, omega  the paper's 0.95 and 1
 
-  Returns [K, T], 0 off the mask. Source: arXiv 2505.10978, its episode and step relative
-  advantages.
+  Returns [K, T], 0 off the mask. Source: arXiv 2505.10978, episode and step relative advantages.
   """
   reward_kt, state_kt = jnp.asarray(reward_kt), jnp.asarray(state_kt)
   chex.assert_rank([reward_kt, state_kt, mask_kt], 2)

@@ -1,22 +1,22 @@
-"""One rollout as a generator: it yields what it needs and is sent the result.
+"""Runs one rollout as a generator: it yields what it needs and is sent the result.
 
     yield Request(...)  -> is sent the Completion
     yield Use(...)      -> is sent one Result per call, or the ToolError that lost them
     return Trajectory
 
-The generator holds the context, the budgets and the turns of one rollout and waits for nothing
+The generator holds the context, the budgets and the turns of one rollout. It waits for nothing
 itself, so `loop.collect` runs many of them against one sampler and one set of tools. Another kind
 of agent (retrieve first, then answer; search after each sentence) is another generator with the
-arguments of `run`: agents/baselines has them. A protocol may bring
+arguments of `run`; agents/baselines has them. A protocol may bring
 
-    rollout    its generator in place of `run`
-    parts      `parts(question)`: the prompt's text in pieces, of which `prompt` is the first
-    searches   (least, most) calls of a rollout; most None where max_turns bounds them
-    ends_turns true where each turn ends with the end-of-text token: fed where the policy did not
-    come to it
+    rollout     its generator in place of `run`
+    parts       `parts(question)`: the prompt's text in pieces, of which `prompt` is the first
+    searches    (least, most) calls of a rollout; most is None where max_turns bounds them
+    ends_turns  True where each turn ends with the end-of-text token, which is fed where the policy
+                did not come to it
 
-A request's key names the rollout it continues. A generation beside the rollout, with a context of
-its own, has a `side_key`, which no rollout has.
+A request's key names the rollout that it continues. A generation beside the rollout, with a context
+of its own, has a `side_key`, which no rollout has.
 
 Token ids are kept as sampled and as fed: text is decoded to find tags, never encoded again.
 """
@@ -51,8 +51,8 @@ Turns = Generator[Request | Use, Any, tuple[str | None, str]]
 class Setting:
   """What all rollouts of a call share.
 
-  encode, decode: the tokenizer's, between text and a tuple of token ids. weight_version: see
-  Trajectory.
+  encode, decode: the tokenizer's, between text and a tuple of token ids.
+  weight_version: see Trajectory.
   """
 
   encode: Callable[[str], tuple[int, ...]]
@@ -70,8 +70,8 @@ class Fault(Exception):
 def check(setting: Setting):
   """Raises ValueError, before any work, for limits that the protocol cannot keep to.
 
-  max_observation_tokens must hold what is fed whole, max_turns and forced_searches the calls it
-  makes.
+  max_observation_tokens must hold whatever is fed whole; max_turns and forced_searches must allow
+  the calls that the protocol makes.
   """
   _check_searches(setting.limits, getattr(setting.protocol, "searches", (0, None)))
   limit = setting.limits.max_observation_tokens
@@ -114,7 +114,7 @@ def prompt_pieces(setting: Setting, question: str) -> list[tuple[int, ...]]:
 
 
 def prompt_fault(setting: Setting, pieces: list[tuple[int, ...]]) -> str | None:
-  """Why this prompt cannot be used (the question is never cut), None where it can."""
+  """Says why this prompt can't be used (the question is never cut); None where it can."""
   limits, between = setting.limits, 0
   if len(pieces) > 1:
     between = smallest_observation(setting.protocol.information([]), setting.encode)
@@ -129,8 +129,7 @@ def prompt_fault(setting: Setting, pieces: list[tuple[int, ...]]) -> str | None:
 
 
 def _forced(setting: Setting, num_calls: int) -> str | None:
-  """The tool, or "answer", that is forced after `num_calls` calls; None where the policy
-  chooses."""
+  """The tool, or "answer", forced after `num_calls` calls; None where the policy chooses."""
   forced = setting.limits.forced_searches
   if forced is None:
     return None
@@ -139,14 +138,13 @@ def _forced(setting: Setting, num_calls: int) -> str | None:
 
 
 def opening(setting: Setting, num_calls: int) -> tuple[int, ...]:
-  """What is fed to force the action after `num_calls` calls."""
+  """The text that is fed to force the action after `num_calls` calls."""
   forced = _forced(setting, num_calls)
   return setting.encode(setting.protocol.opening(forced)) if forced else ()
 
 
 def side_key(key: tuple[int, int, int], number: int, limits: Limits) -> tuple[int, int, int]:
-  """The key of the `number`-th generation beside a rollout: a negative sample, so no rollout's,
-  each its own."""
+  """The key of the `number`-th generation beside a rollout: its own, and no rollout's."""
   step, question, sample = key
   return step, question, -1 - (sample * (limits.max_turns + 2) + number)
 
@@ -154,19 +152,18 @@ def side_key(key: tuple[int, int, int], number: int, limits: Limits) -> tuple[in
 def run(
   setting: Setting, question: Question, key: tuple[int, int, int], prompt_ids: tuple[int, ...]
 ) -> Rollout:
-  """The agent: generate, act, observe, until an answer, the last turn or the end of a budget.
+  """Generates, acts, observes, until an answer, the last turn or the end of a budget: the agent.
 
   Turns 0 to max_turns - 1 may call tools; the generation after them may only answer. A turn that
-  neither calls nor answers is met with the protocol's corrective observation and costs a turn. A
-  call that no turn or no room is left for is not run and does not count.
+  neither calls nor answers gets the protocol's corrective observation and costs a turn. A call for
+  which no turn or no room is left is not run and does not count.
   """
   agent = Agent(setting, question, key, prompt_ids)
   return (yield from agent.to_end(agent.take_turns()))
 
 
 class Agent:
-  """The state of one rollout (its context, segments and turns) and the moves that generators are
-  made of."""
+  """One rollout's state (context, segments, turns), and the moves that generators are made of."""
 
   def __init__(self, setting, question, key, prompt_ids):
     self.setting, self.question, self.key = setting, question, key
@@ -176,7 +173,7 @@ class Agent:
     self.num_side, self.side_tokens = 0, 0
 
   def to_end(self, turns: Turns) -> Rollout:
-    """Runs the turns; the trajectory, also where something outside the policy broke."""
+    """Runs the turns and returns the trajectory, also where something outside the policy broke."""
     try:
       answer, stop = yield from turns
     except Fault as fault:
@@ -184,9 +181,9 @@ class Agent:
     return self.trajectory(answer, stop)
 
   def take_turns(self, digest: Callable | None = None) -> Turns:
-    """Calls and corrections until an answer, the last turn or the end of a budget.
+    """Takes turns until an answer, the last turn or the end of a budget.
 
-    digest: a generator that makes the Information to feed of (agent, calls, items of each).
+    digest: a generator of (agent, calls, items of each) that makes the Information to feed.
     """
     limits = self.setting.limits
     self.feed(opening(self.setting, 0))
@@ -211,9 +208,9 @@ class Agent:
   def generate(
     self, final: bool, forced: str | None = None
   ) -> Generator[Request, Completion, tuple[str, Action]]:
-    """One generation: its text, and what it asks for.
+    """Generates once; returns the text and what it asks for.
 
-    forced: the action whose opening has been fed, by default the one that the limits force.
+    forced: the action whose opening has been fed; by default the one that the limits force.
     """
     protocol = self.setting.protocol
     forced = forced or _forced(self.setting, self.num_calls())
@@ -232,8 +229,7 @@ class Agent:
     return text, action
 
   def sample(self, stops: tuple[str, ...], *, last: bool = False, reserve: int = 0):
-    """Lets the policy go on until one of `stops`, `reserve` tokens before the end of the budget;
-    its text."""
+    """Samples up to one of `stops`, or to `reserve` tokens before the budget's end; the text."""
     longest = min(self.setting.limits.max_turn_tokens, self.room() - reserve)
     request = Request(self.key, self.context, longest, stops, last)
     token_ids = self.sampled((yield request))
@@ -241,7 +237,7 @@ class Agent:
     return self.decode(token_ids)
 
   def sampled(self, completion: Completion) -> tuple[int, ...]:
-    """Takes over what was sampled, a lost generation's beginning too."""
+    """Keeps what was sampled, also the beginning of a lost generation."""
     token_ids, log_probs = tuple(completion.token_ids), tuple(completion.log_probs)
     lost = completion.finish == "fault"
     if token_ids and not (lost and len(log_probs) != len(token_ids)):
@@ -254,7 +250,7 @@ class Agent:
     return token_ids
 
   def beside(self, context: tuple[int, ...], max_new_tokens: int, stops: tuple[str, ...]):
-    """A generation with a context of its own, which leaves the rollout's as it is; its text."""
+    """Generates in a context of its own, beside the rollout's; returns the text."""
     request = Request(
       side_key(self.key, self.num_side, self.setting.limits),
       context,
@@ -276,7 +272,7 @@ class Agent:
   def use(
     self, text: str, calls: Calls, digest: Callable | None = None, sizes: tuple[int, ...] = ()
   ):
-    """Runs the calls of a turn; the observation's token ids, None where there is no room for one.
+    """Runs a turn's calls; returns the observation's token ids, None where it has no room.
 
     digest: see `take_turns`. sizes: see `tags.Action`.
     """
@@ -295,9 +291,9 @@ class Agent:
     return ending + fit(information, room, setting.encode, setting.decode)
 
   def run(self, text: str, calls: Calls):
-    """Runs the calls of a turn and records it; the items that each brought.
+    """Runs a turn's calls and records the turn; returns the items that each call brought.
 
-    An empty argument brings nothing; no tool is asked, which may return anything for it.
+    An empty argument brings nothing: no tool is asked, since it might return anything for it.
     """
     asked = tuple(call for call in calls if call[1])
     results = dict.fromkeys(calls, Result())
@@ -318,8 +314,7 @@ class Agent:
     return corrective if len(corrective) <= self.room_to_observe() else None
 
   def turn_ending(self) -> tuple[int, ...]:
-    """The end-of-text token, where the protocol's turns end with it and this one was cut before:
-    fed, not sampled."""
+    """The end-of-text token to feed where the protocol's turns end with it and this one did not."""
     ends = (
       getattr(self.setting.protocol, "ends_turns", False)
       and self.context[-1] != self.setting.eos_id
@@ -330,8 +325,7 @@ class Agent:
     return self.setting.limits.max_tokens - len(self.context)
 
   def room_to_observe(self, new_calls: int = 0) -> int:
-    """Tokens an observation may take so that an answer, and a forced opening before it, still
-    fits."""
+    """Tokens that an observation may take and leave room for an answer and its forced opening."""
     forced = opening(self.setting, self.num_calls() + new_calls)
     return self.room() - self.setting.limits.answer_tokens - len(forced)
 
@@ -349,7 +343,7 @@ class Agent:
     return self.setting.decode(token_ids[:-1] if ended else token_ids)
 
   def check_end(self, token_ids: tuple[int, ...], request: Request):
-    """A sampler that goes on after a stop would have that junk trained on: a fault, not a turn."""
+    """Raises Fault where the sampler went on after a stop: that text must not be trained on."""
     if len(token_ids) > request.max_new_tokens:
       raise Fault(
         f"the sampler returned {len(token_ids)} tokens where at most {request.max_new_tokens} "

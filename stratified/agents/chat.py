@@ -1,4 +1,4 @@
-"""A model's own chat template: messages -> the text that the model was trained to see.
+"""Renders messages by a model's own chat template: the text that the model was trained to see.
 
 The template is a Jinja program that comes with the weights, so it runs in Jinja's immutable
 sandbox. It has no clock: a template that asks for today's date takes its own default, and a prompt
@@ -38,7 +38,7 @@ class ChatTemplate:
     add_generation_prompt: bool = True,
     **variables,
   ) -> str:
-    """The text of a conversation, ended by what opens the assistant's turn unless told otherwise.
+    """Renders a conversation, and after it what opens the assistant's turn unless told otherwise.
 
     messages: {"role", "content", ...} each. tools: JSON schemas of functions. variables: what else
       this template reads (`enable_thinking`, say).
@@ -62,16 +62,14 @@ class ChatTemplate:
       ) from error
 
   def user(self, message: str) -> str:
-    """One user message, then the opening of the assistant's turn: what a protocol's `render`
-    takes."""
+    """Renders one user message and the opening of the assistant's turn, as a protocol wants it."""
     return self.render([{"role": "user", "content": message}])
 
 
 def load(directory: str | os.PathLike) -> ChatTemplate:
-  """The template of a Hugging Face model directory: chat_template.jinja, else
-  tokenizer_config.json's.
+  """Loads the template of a model directory: chat_template.jinja, else tokenizer_config.json's.
 
-  Of several named templates the one called "default" is taken.
+  Of several named templates it takes the one called "default".
 
   Raises FileNotFoundError where the directory has no template, ValueError where its files are
   damaged.
@@ -135,8 +133,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-  """`{% generation %} ... {% endgeneration %}` marks the assistant's text in some templates; it
-  renders as it is."""
+  """Renders what stands in `{% generation %} ... {% endgeneration %}`, marks of some templates."""
 
   tags = {"generation"}
 

@@ -13,13 +13,15 @@ Encode = Callable[[str], tuple[int, ...]]
 class Limits(Settings):
   """What a rollout may use.
 
-  max_turns: turns that may call a tool; one final generation that may only answer follows. Invalid
-  turns count. max_observation_tokens: tags included. max_tokens wins over the others: an
-  observation is shortened to leave room for answer_tokens after it. forced_searches: None lets the
-    policy choose. n makes every rollout call the protocol's first tool (search, in a task of
-    searching) n times, then answer: each turn is begun for the policy by feeding the opening tag
-    (masked, in place of any reasoning) and, where the policy does not close it within the turn,
-    ended by feeding the closing tag. A call that max_tokens has no room for still ends the rollout.
+  max_turns: turns that may call a tool, invalid ones included; one final generation follows, which
+    may only answer.
+  max_observation_tokens: tokens of one observation, tags included.
+  max_tokens: wins over the others: an observation is shortened to leave room for answer_tokens.
+  forced_searches: None lets the policy choose. n makes every rollout call the protocol's first tool
+    (search, where the task searches) n times, then answer. Each turn is begun for the policy by
+    feeding the opening tag (masked, in place of any reasoning); where the policy does not close it
+    within the turn, the closing tag is fed too. A call that max_tokens has no room for still ends
+    the rollout.
 
   Raises ValueError where a value is out of its range.
   """
@@ -52,11 +54,11 @@ def smallest_observation(information: Information, encode: Encode) -> int:
 
 
 def fit(information: Information, limit: int, encode: Encode, decode: Callable) -> tuple[int, ...]:
-  """Token ids of an observation, at most `limit` of them, its closing tag always there.
+  """Encodes an observation in at most `limit` tokens, its closing tag always among them.
 
-  Passages are dropped whole from the end; when the first alone is too long it keeps its leading
-  tokens, up to a whole character. Each part is encoded on its own, so a cut changes no token before
-  it. `limit` is at least `smallest_observation`.
+  Drops whole passages from the end; where the first alone is too long, it keeps its leading tokens,
+  up to a whole character. Each part is encoded on its own, so a cut changes no token before it.
+  `limit` is at least `smallest_observation`.
   """
   opening, closing = encode(information.opening), encode(information.closing)
   room = limit - len(opening) - len(closing)
@@ -72,8 +74,7 @@ def fit(information: Information, limit: int, encode: Encode, decode: Callable) 
 
 
 def _whole_characters(token_ids: tuple[int, ...], decode: Callable) -> tuple[int, ...]:
-  """Drops trailing tokens that are only a part of a UTF-8 character (at most three bytes of
-  one)."""
+  """Drops trailing tokens that are only part of a UTF-8 character (at most three bytes of one)."""
   for end in range(len(token_ids), max(len(token_ids) - 4, -1), -1):
     if not decode(list(token_ids[:end])).endswith("\N{REPLACEMENT CHARACTER}"):
       return token_ids[:end]

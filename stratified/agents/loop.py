@@ -5,8 +5,8 @@
 
 Each round takes what the sampler has finished, lets those rollouts act, runs all their calls of a
 tool in one batch, and submits what they ask for next, in the order of their keys. What a rollout
-does depends on its own completions and results alone, so with a sampler that draws by key the
-result does not depend on the clock.
+does depends on its own completions and results alone: with a sampler that draws by key, the result
+does not depend on the clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def collect(
   indices: Sequence[int] | None = None,
   on_end: Callable[[Trajectory], None] | None = None,
 ) -> list[list[Trajectory]]:
-  """K rollouts of each question.
+  """Makes K rollouts of each question.
 
   Args:
     questions: [Q].
@@ -99,7 +99,7 @@ def collect(
 
 
 class _Ended(dict):
-  """Trajectories by key; `on_end` is told of each."""
+  """Keeps trajectories by key, and tells `on_end` of each."""
 
   def __init__(self, on_end):
     super().__init__()
@@ -125,8 +125,7 @@ def _remember(encode: Callable) -> Callable[[str], tuple[int, ...]]:
 
 
 def _start(numbered, samples, step, setting, ended) -> dict[Key, agent.Rollout]:
-  """The generators of all rollouts; into `ended` go the trajectories of those whose prompt does not
-  fit."""
+  """Starts the generators of all rollouts; those whose prompt does not fit go into `ended`."""
   rollouts, lost, faults = {}, {}, []
   run = getattr(setting.protocol, "rollout", None) or agent.run
   for q, question in numbered:
@@ -171,8 +170,7 @@ def _drive(rollouts, ended, sampler, tools, progress):
 
 
 def _advance(sends, rollouts, ended, tools) -> dict[Key, Request]:
-  """Sends each rollout its result and runs tools until all of them have ended or want the
-  sampler."""
+  """Sends each rollout its result, and runs tools until all have ended or want the sampler."""
   requests = {}
   while sends:
     uses = {}
@@ -188,8 +186,7 @@ def _advance(sends, rollouts, ended, tools) -> dict[Key, Request]:
 
 
 def _run(uses: dict[Key, agent.Use], tools: dict[str, Tool]) -> dict:
-  """Runs each tool once, with the distinct arguments of all calls; the results by key, or the error
-  for each."""
+  """Runs each tool once with the distinct arguments of all calls; results, or errors, by key."""
   calls = list(dict.fromkeys(call for use in uses.values() for call in use.calls))
   found = {}
   for name in dict.fromkeys(name for name, _ in calls):
@@ -204,13 +201,15 @@ def _run(uses: dict[Key, agent.Use], tools: dict[str, Tool]) -> dict:
 
 
 def _together(results: list) -> list | ToolError:
-  """The results of a turn; the first error among them, since a turn that is half lost is lost."""
+  """Joins a turn's results; one error among them is the whole turn's, which is then lost."""
   return next((result for result in results if isinstance(result, ToolError)), results)
 
 
 def _poll(sampler, waiting: dict[Key, Key]) -> dict:
-  """What the sampler has finished, by rollout, in the order of keys; a broken interface is an
-  error, never a hang."""
+  """Takes what the sampler has finished, by rollout and in the order of keys.
+
+  A sampler that breaks its interface raises an error; it never hangs the loop.
+  """
   completions = {completion.key: completion for completion in sampler.poll()}
   if not completions:
     raise RuntimeError(

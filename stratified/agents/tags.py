@@ -1,5 +1,4 @@
-"""The tag protocol of Search-R1 (arXiv 2503.09516): what the policy reads, and what its text is
-taken for.
+"""The tag protocol of Search-R1 (arXiv 2503.09516): what the policy reads, how its text is read.
 
 A turn of the policy ends with the closing tag of a tool's name, or with `</answer>`:
 
@@ -9,10 +8,10 @@ A turn of the policy ends with the closing tag of a tool's name, or with `</answ
     <information>408</information>
     <answer> a short answer </answer>
 
-This module knows text only; budgets and token ids are the agent's. Another protocol (native tool
-calls, say) offers the same attributes: `tools`, `stops`, `corrective`, `prompt`, `parse`,
-`opening`, `closing`, `information`. It may also offer `rollout`, `parts` and `searches`, as
-agent.py says.
+This module knows text only; budgets and token ids are the agent's business. Another protocol
+(native tool calls, say) offers the same attributes: `tools`, `stops`, `corrective`, `prompt`,
+`parse`, `opening`, `closing`, `information`. It may also offer `rollout`, `parts` and `searches`,
+as agent.py says.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +41,8 @@ _OPENS_A_TAG = re.compile(r"<(?![\s\d=<-]|$)")
 class Action:
   """What a turn asks for: calls of tools, an answer, or neither of them ("invalid").
 
-  calls: (tool, argument) each. sizes: how many of them each of several responses answers; empty
-  where one response answers them all.
+  calls: (tool, argument) each.
+  sizes: how many of them each of several responses answers; empty where one answers them all.
   """
 
   kind: Literal["call", "answer", "invalid"]
@@ -54,8 +53,7 @@ class Action:
 
 @dataclasses.dataclass(frozen=True)
 class Information:
-  """An observation in parts, so that it can be cut and still be closed: opening + pieces +
-  closing."""
+  """An observation in parts, opening + pieces + closing, so that it can be cut and still closed."""
 
   opening: str
   pieces: tuple[str, ...]
@@ -63,7 +61,7 @@ class Information:
 
 
 def neutralise(text: str) -> str:
-  """Retrieved text with every `<` that could open a tag or a control token turned into `[`.
+  """Turns every `<` of a retrieved text that could open a tag or a control token into `[`.
 
   A passage with `</information><answer>` would otherwise end its own observation and answer for the
   policy. A plain comparison such as `a < b` is left alone.
@@ -77,9 +75,10 @@ def _pair(tag: str) -> re.Pattern:
 
 
 def parse(text: str, tags: Sequence[str] = ("search", ANSWER)) -> Action:
-  """The first completed action of a turn's text; what follows it is ignored.
+  """Reads the first completed action of a turn's text; what follows it is ignored.
 
-  text: decoded policy text of one turn. tags: consider these tags alone.
+  text: decoded policy text of one turn. tags: the tags to look for.
+
   The action whose closing tag comes first wins, so `<answer> a <search> q </search>` is a search,
   and an answer never closed is none. A closing tag without its opening, or of the other kind, is
   invalid.
@@ -96,7 +95,7 @@ def parse(text: str, tags: Sequence[str] = ("search", ANSWER)) -> Action:
 
 
 def shown(items: Sequence[Sequence[Passage | str]], first: int = 1) -> list[str]:
-  """The items of a turn's results as text, tags neutralised; passages are numbered from `first`."""
+  """Writes the items of a turn's results, tags neutralised, passages numbered from `first`."""
   texts = []
   for item in (item for result in items for item in result):
     if isinstance(item, str):
@@ -111,14 +110,17 @@ def shown(items: Sequence[Sequence[Passage | str]], first: int = 1) -> list[str]
 class Tags:
   """The tag protocol with its wording.
 
-  template: the one user message; `{question}` stands for the question. Raises ValueError without
-    it. Where it holds `{passages}` too, the rollout is one that searches first, and puts what it
-    found there.
-  render: turns that message into the text that is tokenised (a chat template); None feeds it as it
-  is. corrective: fed after a turn that neither calls a tool nor answers. before, after: around an
-  observation; separator: between results; nothing_found: in place of results. tools: names of those
-  that the policy may call; more_stops: strings beside the closing tags that end a turn. rollout,
-  searches: see agent.py; None is the agent that calls and answers.
+  template: the one user message; `{question}` stands for the question. Where it holds `{passages}`
+    too, the rollout searches first and puts what it found there.
+  render: turns that message into the text that is tokenised (a chat template); None feeds it as is.
+  corrective: fed after a turn that neither calls a tool nor answers.
+  before, after: stand around an observation.
+  separator: between results. nothing_found: in place of results.
+  tools: names of those that the policy may call.
+  more_stops: strings beside the closing tags that end a turn.
+  rollout, searches: see agent.py; None is the agent that calls and answers.
+
+  Raises ValueError for a template without `{question}`.
   """
 
   template: str = prompts.SEARCH_R1
@@ -149,7 +151,7 @@ class Tags:
     return self.parts(question)[0]
 
   def parts(self, question: str) -> tuple[str, ...]:
-    """The prompt's text, cut where `{passages}` stands in the template."""
+    """The prompt's text in pieces, cut where `{passages}` stands in the template."""
     # The cut is made after rendering, so that a chat template sees one message; a mark that the
     # question holds by chance would cut there.
     mark = "\ue000"
@@ -160,7 +162,7 @@ class Tags:
     return tuple((self.render(message) if self.render else message).split(mark))
 
   def parse(self, text: str, only: str | None = None) -> Action:
-    """What a turn's text asks for; `only` this tool, or an answer, where it was forced open."""
+    """Reads what a turn's text asks for; `only` is the tool, or answer, that was forced open."""
     return parse(text, (only,) if only else (*self.tools, ANSWER))
 
   def opening(self, tag: str) -> str:
@@ -171,7 +173,7 @@ class Tags:
     return f"</{tag}>"
 
   def information(self, items: Sequence[Sequence[Passage | str]]) -> Information:
-    """The observation for the items of every call of the turn, passages numbered from 1."""
+    """Makes the observation for the items of all calls of a turn, passages numbered from 1."""
     pieces = [("" if i == 0 else self.separator) + text for i, text in enumerate(shown(items))]
     return Information(
       self.before + "<information>",
@@ -200,8 +202,7 @@ def search_r1(
 def few_shot(
   render: Callable[[str], str] | None = None, tools: Sequence[Tool | type[Tool]] = (Search,)
 ) -> Tags:
-  """A short instruction and two worked examples, for a small real model that has not learnt the
-  format.
+  """A short instruction and two worked examples, for a small model that does not know the format.
 
   Best without a chat template: SmolLM2-135M-Instruct continues the examples, but inside its
   template it answers in plain words. Raises ValueError for other tools than search.

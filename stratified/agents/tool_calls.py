@@ -1,21 +1,19 @@
-"""Native tool calls: the model's chat template with the tools' schemas, arguments as JSON, results
-as a tool's response.
+"""Native tool calls: the model's chat template with the tools' schemas, and calls as JSON.
 
-    <tool_call>                                           written by the policy, one or several
+    <tool_call>                                  written by the policy, one or several
     {"name": "search", "arguments": {"query_list": ["a query", "another"]}}
     </tool_call><|im_end|>
-    <|im_start|>user                                      fed back, masked: what the template puts
-                                                          there
+    <|im_start|>user                             fed back, masked: what the template puts there
     <tool_response>
     Doc 1(Title: ...) ...
     </tool_response><|im_end|>
     <|im_start|>assistant
-    <answer> a short answer </answer>                     written by the policy
+    <answer> a short answer </answer>            written by the policy
 
-The template is run once, on marks in place of texts, to learn what it writes between the policy's
-turn and the next. During a rollout it is never run again: a turn's token ids stay as they were
-sampled, and only the text between turns is encoded, each piece by itself. The same attributes as
-tags.SearchTags, so the agent does not know the difference.
+The template is run once, on marks in place of texts, to learn what it writes between two turns of
+the policy. During a rollout it is never run again: a turn's token ids stay as they were
+sampled, and only the text between turns is encoded, each piece by itself. ToolCalls has the
+attributes of tags.Tags, so the agent does not know the difference.
 """
 
 from collections.abc import Sequence
@@ -81,12 +79,15 @@ class _Frame:
 class ToolCalls:
   """The tool-call protocol of one model.
 
-  chat: its template, see chat.load. turn_end: the text of the token that ends a turn, the
-  tokenizer's end of text. available: the tools, of which name, description, schema and aliases are
-  read. template: the user message, `{question}` stands for the question. corrective_text: said
-  after a turn that neither calls nor answers. max_calls: in one turn; more make it invalid, as does
-  any call that can't be read. Raises ValueError where the template cannot carry a tool's results,
-  or ends turns with another token.
+  chat: its template, see chat.load.
+  turn_end: the text of the token that ends a turn, the tokenizer's end of text.
+  available: the tools, of which name, description, schema and aliases are read.
+  template: the user message; `{question}` stands for the question.
+  corrective_text: said after a turn that neither calls nor answers.
+  max_calls: the most in one turn; more make it invalid, as does any call that can't be read.
+
+  Raises ValueError where the template can't carry a tool's results, or ends turns with another
+  token.
   """
 
   chat: ChatTemplate
@@ -117,14 +118,15 @@ class ToolCalls:
     return [described(tool) for tool in self.available]
 
   def prompt(self, question: str) -> str:
-    """The opening of the rollout; a question that spells a control token can't open or end a
-    message."""
+    """Opens the rollout; a question that spells a control token can't open or end a message."""
     message = self.template.replace("{question}", neutralise(question))
     return self.chat.render([{"role": "user", "content": message}], tools=self._schemas)
 
   def parse(self, text: str, only: str | None = None) -> Action:
-    """The calls of a turn, or its answer, whichever is completed first; a call that can't be read
-    makes it invalid."""
+    """Reads the calls of a turn, or its answer, whichever is completed first.
+
+    A call that can't be read makes the turn invalid.
+    """
     answer = tags.parse(text, (ANSWER,)) if only in (None, ANSWER) else Action("invalid")
     call = _CALL.search(text) if only != ANSWER else None
     if answer.kind == "answer" and (call is None or text.index("</answer>") < call.start()):
@@ -161,10 +163,10 @@ class ToolCalls:
   def information(
     self, items: Sequence[Sequence[Passage | str]], sizes: Sequence[int] = ()
   ) -> Information:
-    """The responses to a turn's calls.
+    """Makes the responses to a turn's calls; passages are numbered through the turn, tags neutral.
 
-    items: what each call brought. sizes: how many of the calls share each response; by default all
-    share one. Passages are numbered through the turn, tags neutralised.
+    items: what each call brought.
+    sizes: how many of the calls share each response; by default all share one.
     """
     frame, rest, pieces, first = self._frame, list(items), [], 1
     for size in sizes or (len(rest),):
@@ -212,13 +214,13 @@ class ToolCalls:
 
 
 def described(tool: Tool | type[Tool]) -> dict[str, Any]:
-  """The tool as chat templates and servers want it."""
+  """Describes a tool as chat templates and servers want it."""
   fields = {"name": tool.name, "description": tool.description, "parameters": dict(tool.schema)}
   return {"type": "function", "function": fields}
 
 
 def read_call(text: str, tools: Sequence[Tool | type[Tool]]) -> tuple[tuple[str, str], ...] | None:
-  """(tool, argument) of each call in one call's JSON, None where it is none of these tools'.
+  """Reads one call's JSON: (tool, argument) of each call in it, None where it names none of these.
 
   A tool whose schema has one property takes a string, or a list of strings, each a call of its own;
   its aliases may stand in the property's place. Of another tool the argument is the JSON object.

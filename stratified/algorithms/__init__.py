@@ -1,4 +1,4 @@
-"""The methods by name, each in a file of its own.
+"""Makes a method from its name; each method is a file of its own.
 
     algorithm = make("grpo", functools.partial(config.read, config=c), facts)
 
@@ -8,6 +8,7 @@ A method is a class with `SETTINGS`, the classes of settings that it reads, and
 
 from collections.abc import Callable
 import dataclasses
+import inspect
 from typing import ClassVar, NamedTuple
 
 from stratified import outside
@@ -40,7 +41,7 @@ class Facts(NamedTuple):
 
 
 def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:
-  """The method of that name; raises ValueError, one sentence, where it or a setting can't be."""
+  """Makes the method of that name; ValueError, one sentence, where it or a setting can't be."""
   if ":" in name:
     return _from_outside(name, read, facts)
   if name not in METHODS:
@@ -52,7 +53,7 @@ def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm
 
 
 def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:
-  """`module:name`: an Algorithm's class with `make`, or a function (read, facts) -> Algorithm."""
+  """Loads `module:name`: an Algorithm's class with `make`, or a function of (read, facts)."""
   found = outside.load("algorithm.name", name)
   make = getattr(found, "make", found)
   if not callable(make):
@@ -60,6 +61,13 @@ def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> 
       f"algorithm.name is {name!r}, which is {found!r}; name a subclass of Algorithm with "
       "make(read, facts), or a function that returns an Algorithm"
     )
+  try:
+    inspect.signature(make).bind(read, facts)
+  except TypeError as error:
+    raise ValueError(
+      f"algorithm.name is {name!r}, whose signature is {inspect.signature(make)}; it is called with "
+      f"read, facts ({error})"
+    ) from error
   made = make(read, facts)
   if not isinstance(made, Algorithm):
     raise ValueError(

@@ -1,11 +1,11 @@
-"""What a method is: which tokens feed which loss, how outputs become credit, and the losses.
+"""Defines what a method is: which tokens feed which loss, how rewards become credit, the losses.
 
 The learner is blind to the method. A step's loss is a sum of components; component `name` is
 
     sum over tokens of  weight(token) x loss(token)
     weight = stream / (what aggregation divides by)
 
-where the stream of that name says on the host how much each token counts. A step is
+The stream of that name says, on the host, how much each token counts. A step is
 
     before = outputs under the parameters of before the step       (only if `looks_before`)
     credit = algorithm.credit(batch, before, step)                 advantages, targets, statistics
@@ -29,10 +29,11 @@ from stratified.types import Batch, Trajectory
 
 
 class Outputs(NamedTuple):
-  """What the policy says of tokens, float32, each array [R, T] of a micro-batch or [A, R, T].
+  """What the policy says of tokens, float32; arrays are [R, T] of a micro-batch or [A, R, T].
 
-  logp, entropy: of each token given those before it, at the sampling temperature. reference_logp:
-  the frozen reference's, None without one. heads: {name: value} of the method's extra heads.
+  logp, entropy: of each token given those before it, at the sampling temperature.
+  reference_logp: the frozen reference's; None without one.
+  heads: {name: value} of the method's extra heads.
   """
 
   logp: Any
@@ -44,9 +45,11 @@ class Outputs(NamedTuple):
 class Credit(NamedTuple):
   """What a method makes of the rewards before the first update; no gradient flows through it.
 
-  advantage_qk: [Q, K], each rollout's advantage (the mean over its tokens where it differs between
-  them), for the records. token: {name: [A, R, T] or [Q, K]}; `losses` gets each by token, what is
-  [Q, K] at every token of its rollout. stats: {metric key: scalar}.
+  advantage_qk: [Q, K], each rollout's advantage for the records; the mean over its tokens where
+    they differ.
+  token: {name: [A, R, T] or [Q, K]}. `losses` gets each by token; a [Q, K] value stands at every
+    token of its rollout.
+  stats: {metric key: scalar}.
   """
 
   advantage_qk: Any
@@ -57,9 +60,10 @@ class Credit(NamedTuple):
 class Loss(NamedTuple):
   """One component's loss of each token, [R, T].
 
-  means: {metric key: [R, T]}, averaged with the stream's weights; maxima: the same, largest value
-  where the stream is above 0. aggregation: what the sum over tokens is divided by (see
-  `losses.token_weights`); max_tokens is the constant of "constant".
+  means: {metric key: [R, T]}, averaged with the stream's weights.
+  maxima: likewise, of which the largest value where the stream is above 0 is kept.
+  aggregation: what the sum over tokens is divided by (see `losses.token_weights`).
+  max_tokens: the constant of "constant".
   """
 
   value: Any
@@ -73,8 +77,8 @@ class Loss(NamedTuple):
 class Algorithm:
   """Base of the methods; a subclass says what differs.
 
-  HEADS: extra outputs it needs of the policy (policy/heads.py). STREAMS: the names of the per-token
-  numbers that `streams` gives.
+  HEADS: extra outputs that it needs of the policy (policy/heads.py).
+  STREAMS: the names of the per-token numbers that `streams` gives.
   """
 
   HEADS: ClassVar[tuple[str, ...]] = ()
@@ -137,8 +141,10 @@ def by_rollout(x_art, trajectory_art, shape: tuple[int, int]):
 class Stage(NamedTuple):
   """A part of a run, trained to its end before the next begins.
 
-  name: in the rows of metrics.jsonl. source: where its batches come from, "demonstrations" (the
-  task's, scripted) or "rollouts" (the policy's own). algorithm: what it learns from them.
+  name: as it stands in the rows of metrics.jsonl.
+  source: where its batches come from: "demonstrations" (the task's, scripted) or "rollouts" (the
+    policy's own).
+  algorithm: how it learns from them.
   """
 
   name: str

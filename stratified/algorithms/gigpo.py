@@ -1,7 +1,7 @@
 """GiGPO (arXiv 2505.10978): the advantage of a rollout, plus that of each turn among like states.
 
-The samples of its second part are turns: those of a question's rollouts that stood in the same
-state are compared with each other by their discounted return.
+Its second part compares turns: those of a question's rollouts that stood in the same state, by
+their discounted return.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class Gigpo(Algorithm):
     return {"policy": policy, "turn": turn}
 
   def arrays(self, groups, rewards) -> dict[str, np.ndarray]:
-    """Reward, state and presence of each turn, [Q, K, T]: the reward lies at the last one."""
+    """Gives reward, state and presence of each turn, [Q, K, T]; the last turn has the reward."""
     shape = (len(groups), len(groups[0]), self.max_turns)
     state, seen = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     reward = np.zeros(shape, np.float32)
@@ -103,7 +103,7 @@ class Gigpo(Algorithm):
 
 
 def anchors(trajectory: Trajectory) -> list[tuple[int, ...]]:
-  """What stood before each turn: nothing before the first, then the tokens of the observation."""
+  """Lists what stood before each turn: nothing before the first, then the observation's tokens."""
   found, last = [], ()
   for segment in trajectory.segments:
     if segment.origin == "policy":
@@ -114,10 +114,10 @@ def anchors(trajectory: Trajectory) -> list[tuple[int, ...]]:
 
 
 def state_ids(group: Sequence[Sequence[tuple[int, ...]]], similarity: float) -> list[list[int]]:
-  """[K] lists of state ids of a question's turns: each joins the first state that is alike enough.
+  """Numbers the states of a question's turns, [K] lists; a turn joins the first one that is alike.
 
-  Alike is difflib's ratio, 2 x matches / length, over token ids. The question's own state, before
-  any observation, is 0.
+  Alike means that difflib's ratio over token ids, 2 x matches / length, reaches `similarity`. The
+  question's own state, before any observation, is 0.
   """
   known: list[tuple[int, ...]] = [()]
   exact = {(): 0}

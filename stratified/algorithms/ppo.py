@@ -1,7 +1,7 @@
 """PPO with a critic on the policy's own body: a value for each token, GAE, a clipped value loss.
 
-Search-R1's first method (arXiv 2503.09516): the reward is given at the last policy token, retrieved
-tokens are stepped over by the recursion and enter no loss.
+Search-R1's first method (arXiv 2503.09516). The reward is given at the last policy token; the
+recursion steps over retrieved tokens, which enter no loss.
 """
 
 import dataclasses
@@ -56,11 +56,11 @@ class Ppo(Algorithm):
 
   @property
   def looks_before(self) -> bool:
-    """The values that GAE reads are those of before the first update."""
+    """Yes: GAE reads the values from before the step's first update."""
     return True
 
   def streams(self, trajectory, reward) -> dict[str, list[float]]:
-    """The rollout's reward lies at its last policy token."""
+    """Weights policy tokens in both losses, and puts the reward at the last of them."""
     policy = by_origin(trajectory, policy=1.0)
     given = [0.0] * len(policy)
     if 1.0 in policy:
@@ -68,7 +68,7 @@ class Ppo(Algorithm):
     return {"policy": policy, "value": policy, "reward": given}
 
   def credit(self, batch, before, step) -> Credit:
-    """A and the critic's target A + V of each policy token, from the values of before the step."""
+    """Computes A and the critic's target A + V of each policy token, V from before the step."""
     mask, value = batch.policy_art, jnp.where(batch.policy_art > 0, before.heads["value"], 0)
     gae = lambda *x: advantages.gae(*x, gamma=self.critic.gamma, lam=self.critic.lam)
     raw, target = sharding.over_rows(

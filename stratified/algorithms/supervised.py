@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations: cross-entropy, of what was read at its own weight."""
+"""Supervised training on demonstrations: cross-entropy, with its own weight for what was read."""
 
 import dataclasses
 from typing import ClassVar
@@ -24,7 +24,7 @@ class Supervised(Algorithm):
     return {"imitation": [0.0, *by_token[1:]]}
 
   def credit(self, batch, before, step) -> Credit:
-    """None: every demonstration counts alike."""
+    """Gives every demonstration the same credit."""
     return Credit(jnp.ones_like(batch.reward_qk), {}, {})
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:

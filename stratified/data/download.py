@@ -1,9 +1,9 @@
-"""Downloads files: goes on where a download broke off, and verifies a file before it gets its name.
+"""Downloads files: goes on where a download broke off, verifies a file before it gets its name.
 
-Verifies what is known of a file: its size, a SHA-256 that the caller gives, and the hashes that
+It verifies what is known of a file: its size, a SHA-256 that the caller gives, and the hashes that
 Hugging Face's hub sends in its headers (SHA-256 of large files, git's blob hash of small ones).
 
-Written out because the sources are any http address (dataset servers, mirrors, one's own), which
+Written here because the sources are any http address (dataset servers, mirrors, one's own), which
 huggingface_hub does not fetch, and files of several GB, which pooch starts again from the first
 byte when a connection breaks.
 """
@@ -49,10 +49,10 @@ def download(
   wait_s: float = 1.0,
   progress: Callable[[int, int | None], None] | None = None,
 ) -> dict:
-  """Brings `url` to `target` unless it is there already; {"url", "sha256", "bytes"}.
+  """Brings `url` to `target` unless it is there already; returns {"url", "sha256", "bytes"}.
 
-  A broken download is kept as `target.part` and gone on with, by this call up to `attempts` times
-  and by the next one, as long as the server still has the same file (its ETag tells). progress:
+  Keeps a broken download as `target.part` and goes on with it, up to `attempts` times in this call
+  and again in the next, as long as the server still has the same file (its ETag tells). progress is
   called with (bytes so far, bytes in all).
 
   Raises:
@@ -98,8 +98,7 @@ def download(
 
 
 def _look(url: str, timeout_s: float) -> Remote:
-  """Asks for the headers, at each redirection: the hub's own come with the first answer, not with
-  the store's."""
+  """Asks for the headers at each redirection: the hub sends its own with the first answer only."""
   known, at = {}, url
   for _ in range(8):
     try:
@@ -143,8 +142,7 @@ def _remote(url: str, known: dict, headers) -> Remote:
 
 
 def _fetch(remote: Remote, part: pathlib.Path, timeout_s: float, progress) -> None:
-  """Appends to the part what it lacks, or starts it anew where the server has another file or knows
-  no ranges."""
+  """Appends what the part lacks; starts anew for another file, or a server without ranges."""
   note = part.with_name(part.name + ".json")
   strong = remote.etag is not None and not remote.etag.startswith("W/")
   begun = (

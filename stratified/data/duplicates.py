@@ -1,5 +1,7 @@
-"""Questions that stand in training and in a benchmark, or twice in one set, whatever their case and
-punctuation."""
+"""Finds questions that stand in training and in a benchmark, or twice in one set.
+
+Case and punctuation make no difference.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,7 @@ _ACCENT = re.compile("[\u0300-\u036f]")
 
 
 def key(question: str) -> str:
-  """The words of a question in order, compatibility forms united (NFKC), case folded, without
-  accents or punctuation.
+  """The words of a question in order: NFKC, case folded, without accents or punctuation.
 
   A question of no word at all is its own key, so that two of them are not taken for one.
   """
@@ -31,9 +32,9 @@ class Report:
 
   across: {"TRAIN SET / BENCHMARK": training questions of the first that also stand in the second}.
   within: {"train SET" or "benchmark SET": questions that an earlier one of the same set repeats}.
-  between: {"SET / SET": training questions of the first that also stand in the second training
-  set}. kept: {training set: its records without those that stand in any benchmark}. removed:
-  {training set: how many were left out of `kept`}.
+  between: {"SET / SET": questions of the first training set that also stand in the second}.
+  kept: {training set: its records without those that stand in any benchmark}.
+  removed: {training set: how many were left out of `kept`}.
   """
 
   across: dict[str, int]

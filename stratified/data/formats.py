@@ -1,12 +1,11 @@
-"""The question sets' own files and what they become: one normal form, which readers.py reads.
+"""Reads the question sets' own files into one normal form, which readers.py reads.
 
     {"id", "question", "golden_answers", "data_source", "split"}
     and where the source has them: "hops", "type", "orig_id", "supporting_titles"
 
-Read are FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), TriviaQA (JSON),
+It reads FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), TriviaQA (JSON),
 PopQA (tsv), HotpotQA and 2WikiMultiHopQA (JSON), MuSiQue (JSON Lines) and Bamboogle (csv or JSON).
-The format is told from the content, never from the name. Text is taken over unchanged but for white
-space around it.
+The content tells the format, never the name. Text is kept as it is but for white space around it.
 """
 
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ _SPLITS = {"train": "train", "dev": "dev", "validation": "dev", "test": "test"}
 
 
 def named(path: pathlib.Path) -> Source | None:
-  """The set and split that a path's last two names tell, None where they tell no set."""
+  """Tells set and split from a path's last two names; None where they name no set."""
   text = f"{path.parent.name}/{path.name}".lower()
   split = next((split for mark, split in _SPLITS.items() if mark in path.name.lower()), None)
   for part in (path.name.lower(), text):  # the file's own name before its folder's
@@ -95,7 +94,7 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
 
 
 def _normal(made: Record, text: Record, name: str, split: str) -> Record:
-  """The fields of the normal form, in their order; what is unknown is left out."""
+  """Orders the fields of the normal form, and leaves out what is unknown."""
   normal = {
     "id": made["id"],
     "question": text["question"].strip(),
@@ -115,7 +114,7 @@ def _normal(made: Record, text: Record, name: str, split: str) -> Record:
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
-  """(where, record) of JSON Lines, a JSON list or object, csv or tsv; plain or .gz."""
+  """Yields (where, record) of JSON Lines, a JSON list or object, csv or tsv; plain or .gz."""
   name = path.name.removesuffix(".gz").lower()
   if not path.exists():
     raise FileNotFoundError(f"{path}: there is no such file")
@@ -132,7 +131,7 @@ def _records(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
 
 
 def open_text(path: pathlib.Path):
-  """UTF-8, with or without a byte order mark; plain or .gz."""
+  """Opens UTF-8 text, with or without a byte order mark, plain or .gz."""
   return (gzip.open if path.name.endswith(".gz") else open)(
     path, "rt", encoding="utf-8-sig", newline=""
   )
@@ -183,7 +182,7 @@ def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
 
 
 def _kind(record: Record, where: str) -> str:
-  """Which format a record is in; a file is in one."""
+  """Tells the format of a record; a file has one format."""
   for kind, fields in _FIELDS.items():
     if record.keys() >= fields:
       return kind
@@ -257,7 +256,7 @@ def _popqa(record: Record, where: str) -> Record:
 
 
 def _hotpotqa(record: Record, where: str) -> Record:
-  """HotpotQA and 2WikiMultiHopQA, which took over its form."""
+  """Reads a record of HotpotQA, or of 2WikiMultiHopQA, which took over its form."""
   if "answer" not in record:
     raise ValueError(
       f'{where}, field "answer": it is missing: the answers of this test set are not published; '
@@ -337,7 +336,7 @@ _READERS = {
 
 
 def _answers(value, field: str, where: str) -> list[str]:
-  """The answers that are text, at least one; blank aliases are no answers."""
+  """Keeps the answers that are text, at least one; blank aliases are no answers."""
   given = [value] if isinstance(value, str) else _list(value)
   answers = [answer for answer in given if isinstance(answer, str) and answer.strip()]
   if not answers:

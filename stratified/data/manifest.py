@@ -1,5 +1,4 @@
-"""manifest.json of a prepared folder: what stands in each file and where it came from, checked as
-it is read."""
+"""manifest.json of a prepared folder: what stands in each file, and where it came from."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,8 +14,7 @@ _ENTRY = {"count": int, "bytes": int, "sha256": str, "set": str, "licence": str,
 
 
 def load(path: str | os.PathLike) -> dict[str, Any]:
-  """{"files": {path: entry}, "duplicates": ...} of an earlier call; no files where there is no
-  manifest yet.
+  """Reads {"files": {path: entry}, "duplicates": ...} of an earlier call; no files without one.
 
   Raises ValueError, naming the file and what is wrong, for what is no manifest: it is never
   replaced unseen.
@@ -63,8 +61,7 @@ def _counts(left_out) -> bool:
 def duplicates_of(
   report: duplicates.Report, entries: dict[str, dict], benchmarks: Iterable[str], remove: bool
 ) -> dict[str, Any]:
-  """The manifest's "duplicates"; where questions are left out now, their numbers go into the files'
-  `entries` too.
+  """Makes the manifest's "duplicates", and notes in the files' `entries` what is left out now.
 
   entries: {training set: entry of its file}. What earlier calls left out of a file, which a
   comparison of today no longer finds in it, still counts.
@@ -89,7 +86,7 @@ def duplicates_of(
 
 
 def source_of(path: pathlib.Path) -> dict[str, Any]:
-  """Where a file came from: its address if it was downloaded, and its hash."""
+  """Tells where a file came from: its address if it was downloaded, and its hash."""
   try:
     note = files.read_object(path.with_name(path.name + ".source.json"))
     known = {key: note[key] for key in ("url", "sha256", "bytes")}
@@ -105,8 +102,7 @@ def hashes_of(path: pathlib.Path) -> dict[str, Any]:
 
 
 def is_plain_name(name: str) -> bool:
-  """Whether a name stays in its folder and shows there: no separator, no control character, no dot
-  in front."""
+  """Whether a name stays in its folder: no separator, no control character, no leading dot."""
   return (
     bool(name.strip())
     and name.isprintable()

@@ -1,5 +1,4 @@
-"""Raw files -> the files that training and evaluation read, each written whole or not at all, with
-what is in it."""
+"""Turns raw files into those that training and evaluation read, each written whole or not."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import csv
@@ -41,8 +40,7 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, Any]:
-  """Writes lines (gzip where the name ends with .gz) aside, then renames; {"count", "bytes",
-  "sha256"} of the file.
+  """Writes lines (gzip for .gz) aside, then renames; returns {"count", "bytes", "sha256"}.
 
   Raises ValueError where there is no line: an empty file never takes the place of a good one.
   """
@@ -72,8 +70,7 @@ def write_lines(target: str | os.PathLike, lines: Iterable[str]) -> dict[str, An
 def write_questions(
   target: str | os.PathLike, records: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """A set's questions in the normal form. Raises ValueError where an id names two of them, or there
-  is none."""
+  """Writes a set's questions in the normal form; ValueError for a repeated id or no question."""
   records = list(records)
   check_ids(records, pathlib.Path(target).name)
   return write_lines(target, (json.dumps(record, ensure_ascii=False) for record in records))
@@ -96,12 +93,12 @@ def write_corpus(
   target: str | os.PathLike,
   progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-  """A passage corpus in the form of retrieval/corpus.py: {"id", "contents"}, contents = "Title"
-  newline text.
+  """Writes a passage corpus in the form that retrieval/corpus.py reads: {"id", "contents"}.
 
   source: JSON Lines with `contents` (Search-R1, FlashRAG), or with `title` and `text` (DPR's in
-    JSON), or DPR's tsv (id, text, title); plain or .gz. progress: called with the number of
-    passages since the last call.
+    JSON), or DPR's tsv (id, text, title); plain or .gz.
+  progress: called with the number of passages since the last call.
+
   Raises ValueError, naming line and field, for a line that is no passage, and for an id that comes
     twice; and, naming the file, where it holds no passage. What stood at `target` then stays.
   """
@@ -125,8 +122,7 @@ def _counted(
 
 
 class _NewIds:
-  """Sees that no id comes twice; ids that count upwards, as those of 21 million passages do, take
-  no memory."""
+  """Sees that no id comes twice; ids that count upwards (as Wikipedia's do) take no memory."""
 
   def __init__(self):
     self._last, self._others = -1, set()

@@ -1,10 +1,13 @@
-"""Questions from files, in the two forms of the field, and the order in which training takes them.
+"""Reads questions from files of two forms, and says in which order training takes them.
 
 FlashRAG's JSON Lines, plain or .gz, one question a line:
-  {"id": "dev_0", "question": "...", "golden_answers": ["...", ...]}
-and verl's parquet (Search-R1's training files), one question a row:
-  data_source, prompt (chat messages), reward_model.ground_truth.target (answers),
-  extra_info (index, split, question).
+
+    {"id": "dev_0", "question": "...", "golden_answers": ["...", ...]}
+
+verl's parquet (Search-R1's training files), one question a row:
+
+    data_source, prompt (chat messages), reward_model.ground_truth.target (answers),
+    extra_info (index, split, question)
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,8 +50,7 @@ def data_root() -> pathlib.Path:
 def read_questions(
   path: str | os.PathLike, *, split: str | None = None, source: str | None = None
 ) -> list[Question]:
-  """Reads the questions of a file, or of all .jsonl, .jsonl.gz and .parquet files of a folder by
-  name.
+  """Reads the questions of a file, or of a folder's .jsonl, .jsonl.gz and .parquet files by name.
 
   A Question's `source` is the set's name: the argument, else the record's `data_source` (without
   verl's prefix `searchR1_`), else the file's name (its folder's for train.jsonl, dev.jsonl and
@@ -91,8 +93,7 @@ def read_questions(
 def questions_at(
   questions: Sequence[Question], *, seed: int, step: int, count: int
 ) -> list[Question]:
-  """The `count` questions of a training step: a pure function of its arguments, nothing is
-  remembered.
+  """Takes the `count` questions of a training step: a pure function of its arguments.
 
   Steps walk through shuffled epochs, each an order of its own, so within an epoch no question comes
   twice and none is left out. With at least 3 * count questions no step holds a question twice
@@ -115,8 +116,7 @@ def questions_at(
 
 
 def hops_of(source: str, record: dict) -> int | None:
-  """The number of facts that a question of a known set needs, None where nobody has written it
-  down.
+  """The number of facts that a question of a known set needs; None where nobody wrote it down.
 
   MuSiQue: the digit of its type or original id (`3hop1__...`). 2WikiMultiHopQA: 4 for
   bridge-comparison, 2 for its other types. HotpotQA and Bamboogle: 2, PopQA: 1, by construction. NQ

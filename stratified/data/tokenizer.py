@@ -1,8 +1,7 @@
-"""A tokenizer in three calls: encode, decode, the end-of-text id; from a file, or from a list of
-pieces.
+"""A tokenizer in three calls (encode, decode, end-of-text id), from a file or a list of pieces.
 
-The latter needs no download and no training. All 256 bytes are tokens too, so any text is encoded,
-and decodes to itself.
+A list of pieces needs no download and no training. All 256 bytes are tokens too, so any text is
+encoded, and decodes to itself.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-  """A Hugging Face tokenizer behind the few calls that the library uses; no token is ever added to
-  the text.
+  """A Hugging Face tokenizer behind the few calls that are used; it never adds a token to a text.
 
   backend: the `tokenizers.Tokenizer`. eos_id: the token that ends a text, also used for padding.
   """
@@ -82,12 +80,12 @@ def _end_of_text_candidates(path: str) -> tuple[str, ...]:
 def from_pieces(
   pieces: Sequence[str], fixed: Sequence[str] = (), patterns: Sequence[str] = ()
 ) -> Tokenizer:
-  """A tokenizer whose vocabulary is END_OF_TEXT, the pieces in their order, and the bytes.
+  """Makes a tokenizer whose vocabulary is END_OF_TEXT, the pieces in their order, and the bytes.
 
-  pieces: no token crosses the border of a tag, a word with the space before it, a white space or
-    another character, so that a piece lies within one of these. fixed: strings, pieces among them,
-    that are cut out first and may hold anything. patterns: regular expressions of what is cut out
-    after them.
+  pieces: each lies within a tag, a word with the space before it, a white space or one other
+    character, since no token crosses the border of these.
+  fixed: strings, pieces among them, that are cut out first and may hold anything.
+  patterns: regular expressions of what is cut out after them.
   """
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   spelled = [_byte_level(piece) for piece in pieces]

@@ -3,10 +3,10 @@
     encoder = Encoder.load(".cache/models/all-minilm-l6-v2")
     vectors = encoder.encode(["Who wrote Hamlet?"], "query")      # float32 [1, width]
 
-Post-norm transformer with learned positions (Devlin et al., arXiv 1810.04805), mean pooling over a
-text's tokens, L2 norm; E5's prefixes tell queries from passages (Wang et al., arXiv 2212.03533).
-Texts are batched by length, and batches are split over devices by rows. Shapes: r texts, t tokens,
-d width, h heads, k head dimension, n = r t.
+The encoder is a post-norm transformer with learned positions (Devlin et al., arXiv 1810.04805),
+mean pooling over a text's tokens, and the L2 norm. E5's prefixes tell queries from passages (Wang
+et al., arXiv 2212.03533). Texts are batched by length, and batches are split over devices by rows.
+Shapes: r texts, t tokens, d width, h heads, k head dimension, n = r t.
 """
 
 from collections import deque
@@ -39,8 +39,7 @@ _MASKED = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-  """Sizes of the encoder; `max_positions` counts the positions of tokens, behind
-  `position_offset`."""
+  """Sizes of the encoder; `max_positions` counts positions of tokens, from `position_offset` on."""
 
   vocab_size: int
   width: int
@@ -63,10 +62,10 @@ class EncoderConfig:
 def embed(
   config: EncoderConfig, params: Params, token_rt: jax.Array, length_r: jax.Array
 ) -> jax.Array:
-  """Unit vectors [R, D], float32, of texts padded on the right; length_r counts a text's own tokens
-  (0: a zero vector).
+  """Embeds texts padded on the right as unit vectors [R, D], float32.
 
-  v = mean over its tokens of the last hidden state;  result = v / |v|.
+  v = mean over a text's own tokens of the last hidden state;  result = v / |v|. length_r counts
+  these tokens; a text of none gets a zero vector.
   """
   r, t = token_rt.shape
   real_rt = jnp.arange(t) < length_r[:, None]
@@ -123,8 +122,7 @@ def _library(q, k, v, real_rt):
 
 
 def _folded(q, k, v, real_rt):
-  """The same sums, texts and heads as one batch axis; divided by the softmax's sum after the last
-  product."""
+  """Computes the same with texts and heads as one axis; divides by the softmax's sum at the end."""
   r, t, h, _ = q.shape
   q, k, v = (x.transpose(0, 2, 1, 3).reshape(r * h, t, -1) for x in (q, k, v))
   score = jnp.einsum("bxk,bsk->bxs", q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32)
@@ -144,7 +142,7 @@ class Encoder:
   """Turns texts into unit vectors. One object may be used by several threads.
 
   `manifest` says what its vectors depend on: name and path, SHA-256 of weights, configuration and
-  tokenizer, pooling, prefixes, longest text, dtype. Indexes keep it and refuse queries of another
+  tokenizer, pooling, prefixes, longest text, dtype. Indexes keep it, and refuse queries of another
   encoder.
   """
 
@@ -230,9 +228,9 @@ class Encoder:
         positions are the limit.
       prefixes: what stands in front of a "query" and a "passage"; None is E5's where the name says
         so, else nothing.
-      dtype: of the products, "float32" or "bfloat16"; norms, softmax and pooling are float32
-      always. devices: to split batches over; None is all of this process. batch_tokens: tokens of a
-      batch on one device; None is 2,048 on CPU, 65,536 elsewhere.
+      dtype: of the products, "float32" or "bfloat16"; norms, softmax and pooling are float32.
+      devices: to split batches over; None is all of this process.
+      batch_tokens: tokens of a batch on one device; None is 2,048 on CPU, 65,536 elsewhere.
     """
     directory = pathlib.Path(directory)
     fields = weights.load_config(directory)
@@ -267,10 +265,10 @@ class Encoder:
   def matching(
     cls, manifest: dict[str, Any], directory: str | os.PathLike | None = None, **options
   ) -> "Encoder":
-    """The encoder of an index, for its queries; prefixes and longest text are the index's.
+    """Loads the encoder of an index, for its queries, with the index's prefixes and longest text.
 
-    `manifest` is the index's "encoder", `directory` where the encoder lies now; `options` are those
-    of `load`.
+    `manifest` is the index's "encoder"; `directory` is where the encoder lies now; `options` are
+    those of `load`.
     """
     try:
       prefixes, max_length, path = manifest["prefixes"], manifest["max_length"], manifest["path"]
@@ -285,8 +283,7 @@ class Encoder:
     return self.config.width
 
   def encode(self, texts: Sequence[str], role: str) -> np.ndarray:
-    """Unit vectors [len(texts), width], float32, in the order of `texts`; `role` is "query" or
-    "passage".
+    """Encodes texts as unit vectors [len(texts), width], float32; `role` is "query" or "passage".
 
     A vector does not depend on what else is in the call beyond rounding. Raises FloatingPointError
     where a vector is not finite.
@@ -316,8 +313,7 @@ class Encoder:
     return result
 
   def warm_up(self, rows: int = 64, length: int = 64) -> None:
-    """Compiles every batch of up to `rows` texts of up to `length` tokens: first queries then don't
-    wait."""
+    """Compiles all batches up to `rows` texts of `length` tokens, so that no first query waits."""
     lengths = {
       bucket(n, self.config.max_positions) for n in range(1, min(length, self.max_length) + 1)
     }
@@ -343,8 +339,7 @@ class Encoder:
     return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(clean)]
 
   def _batches(self, ids):
-    """(rows of the call, token_rt, length_r), longest texts first: too large a batch fails at
-    once."""
+    """Yields (rows of the call, token_rt, length_r), longest first: too large a one fails early."""
     order = sorted(range(len(ids)), key=lambda row: -len(ids[row]))
     start = 0
     while start < len(order):
@@ -360,8 +355,7 @@ class Encoder:
 
 
 def bucket(length: int, most: int) -> int:
-  """The length that a text is padded to: the next multiple of 16, of 32 from 128 on, of 64 from 256
-  on.
+  """The length that a text is padded to: the next multiple of 16 (from 128 on 32, from 256 on 64).
 
   Few lengths make few compilations; padding stays near 5 % of passages of a hundred words.
   """

@@ -1,5 +1,4 @@
-"""A text encoder's directory (config.json, safetensors, tokenizer.json) read into `encoder`'s flat
-table.
+"""Reads a text encoder's directory (config.json, safetensors, tokenizer.json) into a flat table.
 
 config = load_config(directory)
 params = load_params(directory, config)
@@ -47,7 +46,7 @@ UNUSED = re.compile(
 
 
 def load_config(directory: Path) -> dict[str, Any]:
-  """The fields of an EncoderConfig that `directory`/config.json states.
+  """Reads the fields of an EncoderConfig from `directory`/config.json.
 
   Raises FileNotFoundError without a config.json, ValueError for what the encoder would compute
   wrongly: another architecture, activation or kind of position, a pooling other than the mean.
@@ -114,8 +113,7 @@ def _json(path: pathlib.Path, way_out: str) -> dict:
 
 
 def prefixes_of(directory: Path) -> dict[str, str]:
-  """What stands in front of a query and a passage: E5's words where the encoder is one by name,
-  else nothing.
+  """Prefixes of a query and a passage: E5's words where the encoder is one by name, else nothing.
 
   The name is the directory's, or the one that config.json was made from. Source: Wang et al., arXiv
   2212.03533.
@@ -149,8 +147,7 @@ def shard_paths(directory: Path) -> list[pathlib.Path]:
 
 
 def fingerprint(directory: Path) -> str:
-  """SHA-256 over weights, configuration and tokenizer: two encoders with the same one embed
-  alike."""
+  """SHA-256 over weights, configuration and tokenizer: encoders with the same one embed alike."""
   digest = hashlib.sha256()
   for path in [
     *shard_paths(directory),
@@ -163,7 +160,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def load_params(directory: Path, config) -> dict[str, np.ndarray]:
-  """The float32 weights as `encoder.shapes(config)` names them, layers stacked.
+  """Reads the float32 weights as `text_encoder.shapes(config)` names them, layers stacked.
 
   The embedding of token type 0, which every token of a single text has, is added to the positions'.
   Raises ValueError where a file is cut short, or a tensor is missing, has another shape than
@@ -190,7 +187,7 @@ def load_params(directory: Path, config) -> dict[str, np.ndarray]:
 
 
 def _open(directory, stack) -> dict[str, tuple[Any, str]]:
-  """Tensor name without the prefix of its model class -> (the open file, the name there)."""
+  """Maps tensor names without their model class's prefix to (the open file, the name there)."""
   files = {}
   for path in shard_paths(directory):
     try:

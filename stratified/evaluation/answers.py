@@ -1,5 +1,4 @@
-"""The folder of one evaluation: a line for each rollout, written as it ends, and what it was made
-with.
+"""The folder of one evaluation: a line for each rollout, written as it ends, and the settings.
 
     settings.json    what the scores depend on; another evaluation never goes on in this folder
     SET.jsonl        a rollout a line: question, answer, scores, calls
@@ -37,8 +36,7 @@ _NEEDED = {
 
 
 def record(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
-  """One rollout as a line: `score.score` with the question, the answer, the policy's turns and
-  its calls."""
+  """Makes a rollout's line: `score.score`, question, answer, the policy's turns and calls."""
   question = trajectory.question
   return {
     "id": question.id,
@@ -77,7 +75,7 @@ class Answers:
       files.write_json(path, settings)
 
   def read(self, name: str) -> Rows:
-    """The rollouts of a set, the newest line of each; a torn last line is cut off."""
+    """Reads the rollouts of a set, the newest line of each, and cuts off a torn last line."""
     files.cut_torn_line(self.path(name))
     return read(self.path(name))
 
@@ -120,7 +118,7 @@ def _refuse_other_settings(folder, known: Mapping[str, Any], settings: Mapping[s
 
 
 def read(path: str | os.PathLike) -> Rows:
-  """A set's rollouts by (question id, sample). Raises ValueError for a line that is none."""
+  """Reads a set's rollouts by (question id, sample); ValueError for a line that is none."""
   rows, broken = files.read_rows(path)
   if broken or not all(map(_is_rollout, rows)):
     raise ValueError(
@@ -144,7 +142,7 @@ def unfinished(rows: Sequence[Sequence[Row | None]]) -> list[int]:
 
 
 def open_folder(path: str | os.PathLike) -> dict[str, Rows]:
-  """{set: rollouts} of a finished evaluation's folder, or of a workdir that holds exactly one.
+  """Opens a finished evaluation's folder, or a workdir that holds exactly one: {set: rollouts}.
 
   Raises FileNotFoundError where there is none, ValueError where there are several to choose from.
   """

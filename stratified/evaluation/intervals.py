@@ -1,13 +1,12 @@
-"""Intervals and tests for scores of an evaluation and for results of several runs.
+"""Intervals and tests for scores of an evaluation, and for results of several runs.
 
 For an evaluation the questions are the sample, each drawn with all its rollouts. Every function
 draws from a fixed seed, so the same scores give the same interval and p value. scipy.stats is
 imported where it is used: it takes 1.2 s, which no start of a training run should pay.
 
-Bootstrap and sign flips are written out: scipy's draw every index and every sign, for 3,610 scores
-of zero and one 0.33 s and 1.3 s, where drawing how often each distinct score occurs takes 1.5 ms
-and 1 ms for the same numbers; an evaluation has dozens of them. scipy also refuses a single
-question.
+Bootstrap and sign flips are written here. scipy's draw every index and every sign: 0.33 s and 1.3 s
+for 3,610 scores of zero and one. Drawing how often each distinct score occurs takes 1.5 ms and 1 ms
+for the same numbers, and an evaluation has dozens of them. scipy also refuses a single question.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,9 @@ RESAMPLES = 10_000
 def interval(sets: Mapping[str, Sequence[float]], *, seed: int = 0) -> tuple[float, float]:
   """The 95 % interval of the average over sets of the mean over a set's questions.
 
-  Where every score is 0 or 1, Wilson's of each set, combined by squares and additions (Zou and
-  Donner, Statistics in Medicine 27, 2008): 0 of 16 is 0 to 19 %, not 0 to 0. Else the percentile
-  bootstrap. With one set it is the interval of that set's mean.
+  Where every score is 0 or 1 it is Wilson's of each set, combined by squares and additions (Zou and
+  Donner, Statistics in Medicine 27, 2008): 0 of 16 is 0 to 19 %, not 0 to 0. Otherwise it is the
+  percentile bootstrap. With one set it is the interval of that set's mean.
   """
   arrays = _arrays(sets)
   if not all(_is_binary(values) for values in arrays.values()):
@@ -37,8 +36,7 @@ def interval(sets: Mapping[str, Sequence[float]], *, seed: int = 0) -> tuple[flo
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-  """Wilson's 95 % interval of a share of `count` questions; inside [0, 1], and wider than nothing
-  at 0 and 1."""
+  """Wilson's 95 % interval of a share of `count` questions: within [0, 1], and never empty."""
   from scipy import stats
 
   found = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
@@ -59,8 +57,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def difference_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
-  """Welch's 95 % interval of mean(a) - mean(b) of unpaired values; None where either has fewer
-  than two."""
+  """Welch's 95 % interval of mean(a) - mean(b), unpaired; None where either has fewer than two."""
   from scipy import stats
 
   if min(len(a), len(b)) < 2:
@@ -132,8 +129,7 @@ def paired_difference(
 
 
 def mcnemar_p(only_a: int, only_b: int) -> float:
-  """McNemar's exact two-sided p, the binomial test of only_a out of only_a + only_b; 1 where no
-  pair differs."""
+  """McNemar's exact two-sided p, the binomial test of only_a in only_a + only_b; 1 for 0 and 0."""
   from scipy import stats
 
   count = only_a + only_b
@@ -143,10 +139,9 @@ def mcnemar_p(only_a: int, only_b: int) -> float:
 def sign_flip_p(
   differences: Mapping[str, Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> float:
-  """Two-sided p of the average over sets of mean differences when each difference's sign is a
-  coin's toss.
+  """Two-sided p of the average over sets of mean differences, each difference's sign a coin's toss.
 
-  Monte Carlo, (1 + as large ones) / (1 + resamples), so never 0.
+  Monte Carlo: (1 + as large ones) / (1 + resamples), so never 0.
   """
   arrays, rng = _arrays(differences), np.random.default_rng(seed)
   total = np.zeros(resamples)
@@ -162,8 +157,7 @@ def sign_flip_p(
 def _resampled(
   arrays: Mapping[str, np.ndarray], rng: np.random.Generator, resamples: int
 ) -> np.ndarray:
-  """[resamples] bootstrap averages. How often each distinct score is drawn is multinomial: no index
-  is stored."""
+  """Draws [resamples] bootstrap averages: multinomial counts of each distinct score, no indices."""
   total = np.zeros(resamples)
   for values in arrays.values():
     levels, counts = np.unique(values, return_counts=True)

@@ -1,4 +1,4 @@
-"""Two evaluations on the questions that both answered."""
+"""Compares two evaluations on the questions that both answered."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,8 +27,7 @@ def check_shared(
 def differences(
   ours: Mapping[str, Sequence[Sequence[Row]]], theirs: Mapping[str, answers.Rows]
 ) -> dict[str, dict]:
-  """{set: paired test of exact match on the questions that both answered}, and "average" over these
-  sets.
+  """Tests exact match paired by question: {set: test}, and "average" over these sets.
 
   Raises ValueError where the two share no question, or one id names two questions.
   """

@@ -1,4 +1,4 @@
-"""Scores of finished rollouts: by set, and by hops where they are known."""
+"""Scores finished rollouts, by set and by hops where they are known."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ Row = dict[str, Any]
 
 
 def score(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
-  """The numbers of one rollout: exact_match, f1 (None for a lost one), searches, calls by tool,
-  invalid, tokens, hops, fault.
+  """Scores one rollout: exact_match, f1, searches, calls, invalid, tokens, hops, fault.
 
-  `calls` counts those of `tools`, called or not, and of whatever else was called; `tokens` counts
-  all that was sampled for it, also beside the rollout (`side_tokens`).
+  Exact match and F1 are None for a lost one. `calls` counts those of `tools`, called or not, and of
+  whatever else was called. `tokens` counts all that was sampled for it, also beside the rollout
+  (`side_tokens`).
   """
   question, lost = trajectory.question, trajectory.fault is not None
   return {
@@ -36,15 +36,14 @@ def score(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
 
 
 def summary(groups: Sequence[Sequence[Trajectory]], tools: Sequence[str] = ()) -> dict[str, Any]:
-  """Mean exact match, F1 and searches of the rollouts that were not lost, with the same by hops:
-  see `summarise`."""
+  """Scores rollouts and summarises them: see `summarise`."""
   return summarise([[score(trajectory, tools) for trajectory in group] for group in groups])
 
 
 def summarise(
   groups: Sequence[Sequence[Mapping[str, Any]]], *, with_intervals: bool = False
 ) -> dict[str, Any]:
-  """The same of rows that `score` made, [Q][K].
+  """Summarises rows that `score` made, [Q][K]: means over the rollouts that were not lost.
 
   Returns {"count", "failed", "exact_match", "exact_match_error", "f1", "searches_mean",
   "calls_mean": {other tool: mean}, "invalid_actions", "tokens_mean", "by_hops": {"2": {...}}}; the
@@ -66,8 +65,7 @@ def summarise(
 
 
 def by_question(groups: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list[float]:
-  """The mean of `key` over the rollouts of each question that were not lost; questions without one
-  are left out."""
+  """Means of `key` by question over the rollouts not lost; leaves out questions without one."""
   done = [[row[key] for row in group if row["fault"] is None] for group in groups]
   return [sum(values) / len(values) for values in done if values]
 
@@ -107,8 +105,7 @@ def _standard_error(values: Sequence[float]) -> float | None:
 
 
 def metrics_row(scores: dict[str, dict[str, Any]], main: str = "held_out") -> dict[str, float]:
-  """The rows' keys: eval/exact_match and eval/exact_match_hops_H of the main set,
-  eval/NAME/exact_match of others."""
+  """Makes a row: eval/exact_match, eval/exact_match_hops_H of the main set, eval/NAME/... else."""
   row = {
     "eval/exact_match": scores[main]["exact_match"],
     "eval/searches_mean": scores[main]["searches_mean"],
@@ -137,12 +134,11 @@ def rollout_row(
   step: int = 0,
   tools: Sequence[str] = (),
 ) -> dict[str, float]:
-  """What the rollouts of training step `step` say of themselves; means over those not lost,
-  `rollout/failed` a count. Of `tools`, all but search have `rollout/calls_mean_TOOL`, and each part
-  of the reward has `reward/PART`.
+  """Makes the row of a training step's rollouts: means over those not lost.
 
-  Raises AllLost where every rollout was lost: there is nothing to learn from, and a step would hide
-  it.
+  `rollout/failed` is a count. Every tool but search has `rollout/calls_mean_TOOL`, every part of
+  the reward `reward/PART`. Raises AllLost where every rollout was lost: there is nothing to learn
+  from, and a step would hide it.
   """
   pairs = [(t, s) for group, row in zip(groups, scores) for t, s in zip(group, row)]
   done = [(t, s) for t, s in pairs if t.fault is None]

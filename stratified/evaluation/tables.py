@@ -1,8 +1,7 @@
-"""An evaluation in the form of the papers' tables: a row a method, a column a question set, as
-markdown and LaTeX.
+"""Writes an evaluation as the papers' tables, a row a method and a column a set: markdown, LaTeX.
 
-A row is {"label", "sets": {set: scores as `evaluate.summarise` gives them}, "average": the same
-keys for the mean over sets}; rows are JSON as they stand.
+A row is {"label", "sets": {set: scores as `score.summarise` gives them}, "average": the same keys
+for the mean over sets}; rows are JSON as they stand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,8 +72,7 @@ def latex(rows: Sequence[Row], key: str = "exact_match") -> str:
 
 
 def details(row: Row) -> str:
-  """Markdown: every number of one row, by set and by hops, with intervals where they were
-  computed."""
+  """Writes every number of one row, by set and by hops, with intervals where there are any."""
   lines = [
     "| set | hops | rollouts | lost | exact match | 95 % | F1 | 95 % | searches | invalid actions "
     "| tokens |",
@@ -96,7 +94,7 @@ def details(row: Row) -> str:
 
 
 def comparison(label: str, other: str, results: Mapping[str, Mapping[str, float]]) -> str:
-  """Markdown of paired tests, {set or "average": what `statistics.paired_difference` returned}."""
+  """Writes paired tests, {set or "average": what `intervals.paired_difference` returned}."""
   lines = [
     f"| {_cell(label)} - {_cell(other)} | questions | difference x 100 | 95 % | only the first "
     "| only the second | McNemar p | permutation p |",
@@ -132,8 +130,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _cells(rows: Sequence[Row], names: Sequence[str], key: str) -> list[tuple[Row, list[str]]]:
-  """Each row's numbers; an average stands only where the row has every set, or it would compare
-  unlike things."""
+  """Each row's numbers, and an average where the row has every set: unlike ones don't compare."""
   value = lambda row, name: percent(row["sets"].get(name, {}).get(key))
   average = lambda row: (
     percent(row["average"].get(key)) if all(name in row["sets"] for name in names) else "-"

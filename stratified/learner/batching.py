@@ -1,9 +1,9 @@
-"""Trajectories -> Batch: the only door from Python objects to arrays.
+"""Packs trajectories into a Batch: the only door from Python objects to arrays.
 
-A step's questions are cut into mini-batches, one update each. The rollouts of each are packed by
-first fit, longest first, into rows of one fixed length; rows go into micro-batches of a fixed
-number of rows, over which the gradient is accumulated. Shapes never change over a run: what a step
-doesn't need stays empty, and the update skips it.
+A step's questions are cut into mini-batches, one update each. The rollouts of each are packed,
+longest first, into rows of one fixed length. Rows go into micro-batches of a fixed number of rows,
+over which the gradient is accumulated. Shapes never change over a run: what a step doesn't need
+stays empty, and the update skips it.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,7 @@ class Packing:
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-  """Packs items into bins: longest first, each into the first bin with room. Returns the item
-  indices of each bin."""
+  """Packs items into bins, longest first, each into the first with room: item indices by bin."""
   bins, room = [], np.zeros(len(lengths), np.int64)
   for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
     if lengths[item] > capacity:
@@ -81,10 +80,10 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def deal(bins: Sequence[list[int]], lengths: Sequence[int], packing: Packing) -> list[list[int]]:
-  """Bins -> rows, some of them empty, so that the shards of each micro-batch hold like numbers of
-  tokens.
+  """Deals bins to rows so that the shards of each micro-batch hold like numbers of tokens.
 
-  Fullest first, a micro-batch's bins go to its shards to and fro; a shard's rows lie together.
+  Fullest first, a micro-batch's bins go to its shards to and fro; a shard's rows lie together. Rows
+  without a bin are empty.
   """
   if packing.shards == 1:
     return list(bins)
@@ -108,12 +107,11 @@ def collate(
   strata: Sequence[Sequence[int]],
   num_strata: int,
 ) -> Batch:
-  """A Batch of NumPy arrays. `groups`, `rewards`, `strata` are [Q][K], every group of the same size
-  K.
+  """Makes a Batch of NumPy arrays; `groups`, `rewards`, `strata` are [Q][K], all groups of size K.
 
-  A rollout with a fault takes no tokens and is masked in every statistic. Raises on a ragged group,
-  a stratum id outside [0, num_strata), a reward that is not finite or too large for float32
-  statistics, or streams that do not fit the rollout.
+  A rollout with a fault takes no tokens and is masked in every statistic. Raises ValueError for a
+  ragged group, a stratum id outside [0, num_strata), a reward that is not finite or too large for
+  float32 statistics, and streams that do not fit the rollout.
   """
   q, k = len(groups), len(groups[0])
   if any(len(group) != k for group in groups):
@@ -175,7 +173,7 @@ def _check_rewards(groups: Sequence[Sequence[Trajectory]], reward_qk: np.ndarray
 
 
 def _encode(trajectory: Trajectory, algorithm: Algorithm, reward: float) -> dict[Any, Sequence]:
-  """What each token carries: its id, whether it was sampled, its log-prob, its streams."""
+  """Lists what each token carries: its id, whether it was sampled, its log-prob, its streams."""
   token, sampled, logp = [], [], []
   for segment in trajectory.segments:
     size, policy = len(segment.token_ids), segment.origin == "policy"

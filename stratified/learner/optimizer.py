@@ -1,5 +1,4 @@
-"""The optimizer chain: clip by global norm; AdamW, Muon or plain SGD; linear warm-up to a constant
-rate."""
+"""The optimizer: clipping by global norm; AdamW, Muon or SGD; linear warm-up to a constant rate."""
 
 import dataclasses
 import math
@@ -62,9 +61,12 @@ def make(
   decay_steps: int = 0,
   name: str = "adamw",
 ) -> optax.GradientTransformation:
-  """An optax chain. The rate rises linearly over `warmup_steps`, then stays, or falls along a
-  cosine to a tenth over `decay_steps` where that is positive. Weight decay spares norms and biases
-  (one-dimensional per layer). Raises ValueError for what breaks a rule of OptimizerSettings."""
+  """Makes an optax chain.
+
+  The rate rises linearly over `warmup_steps`; then it stays, or falls along a cosine to a tenth
+  over `decay_steps` where that is positive. Weight decay spares norms and biases. Raises ValueError
+  for what breaks a rule of OptimizerSettings.
+  """
   given = locals()
   for field, rule in rules(OptimizerSettings).items():
     field = field.removeprefix("optimizer.")
@@ -81,18 +83,20 @@ def make(
     learning_rate / max(warmup_steps, 1), learning_rate, max(warmup_steps - 1, 1)
   )
   schedule = optax.join_schedules([warmup, after], [warmup_steps]) if warmup_steps else after
+  # As in AdamW, what decays is the weight and not its gradient's statistics.
+  decay = [optax.add_decayed_weights(weight_decay, mask=decayed)] if weight_decay else []
   chains = {
     "adamw": lambda: optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
     "muon": lambda: optax.partition(
       {
-        "matrix": optax.chain(muon(), optax.scale_by_learning_rate(schedule)),
+        "matrix": optax.chain(muon(), *decay, optax.scale_by_learning_rate(schedule)),
         "other": optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
       },
       lambda params: {
         name: "matrix" if name in weights.linear_layers() else "other" for name in params
       },
     ),
-    "sgd": lambda: optax.sgd(schedule),
+    "sgd": lambda: optax.chain(*decay, optax.sgd(schedule)),
   }
   return optax.chain(optax.clip_by_global_norm(clip_norm), chains[name]())
 
@@ -103,8 +107,7 @@ def decayed(params):
 
 
 def muon(momentum: float = 0.95, iterations: int = 5) -> optax.GradientTransformation:
-  """Momentum whose matrices are orthogonalised (Jordan, "Muon", 2024), scaled to the size of an
-  Adam update.
+  """Momentum with orthogonalised matrices (Jordan, "Muon", 2024), as large as an Adam update.
 
   For each layer's matrix G = U S V^T of the Nesterov momentum the update is about U V^T, by
   `iterations` of the quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T, times
@@ -134,8 +137,7 @@ class MuonState(NamedTuple):
 
 
 def _orthogonal(x, inputs: int, iterations: int):
-  """[L, in..., out...] -> the same shape, each layer's matrix with all singular values near 1,
-  scaled."""
+  """Brings each layer's matrix [L, in..., out...] to singular values near 1, then scales it."""
   meshed = sharding.meshed()
   spec = jax.typeof(x).sharding.spec if meshed else None
   whole = jax.sharding.reshard(x, jax.P(*[None] * x.ndim)) if meshed else x

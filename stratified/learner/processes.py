@@ -1,10 +1,9 @@
-"""Several processes in one run (jax.distributed): each samples its own questions, all of them
-update together.
+"""Runs several processes as one (jax.distributed): each samples its questions, all update together.
 
 Process p of n takes every n-th question of a step from the p-th on, with a replica of the policy of
-its own, and the finished rollouts are exchanged, so that every process makes the same batch and
-puts its own part of it on its devices. What a run computes does not depend on n: random keys name
-questions, not processes.
+its own. Finished rollouts are exchanged, so that every process makes the same batch and puts its
+own part of it on its devices. What a run computes does not depend on n: random keys name questions,
+not processes.
 
 With one process everything here is the identity and costs nothing.
 """
@@ -32,9 +31,11 @@ HEARTBEAT_S = 20  # a process that says nothing for so long is taken for dead
 def start(coordinator: str, count: int, index: int) -> None:
   """Joins the run's other processes; before anything else asks jax for devices.
 
-  coordinator: HOST:PORT of the first process, reachable by all. count, index: how many processes,
-  and which this is. Raises ValueError for an index outside [0, count), an address without a port,
-  or one where nobody answers in time.
+  coordinator: HOST:PORT of the first process, reachable by all.
+  count, index: how many processes there are, and which this is.
+
+  Raises ValueError for an index outside [0, count), an address without a port, or one where nobody
+  answers in time.
   """
   host, _, port = coordinator.rpartition(":")
   if not host or not port.isdigit():
@@ -84,8 +85,7 @@ def any_of(flag: bool) -> bool:
 
 
 def exchange(groups: Sequence[Sequence[Trajectory]], count: int) -> list[list[Trajectory]]:
-  """All `count` groups in the order of their questions, from what each process has collected of
-  them (see `mine`)."""
+  """Exchanges groups: all `count` in the order of their questions, from each process's (`mine`)."""
   if jax.process_count() == 1:
     return list(groups)
   parts = [decoded(part) for part in _gather(encoded(groups))]

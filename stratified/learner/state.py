@@ -1,4 +1,4 @@
-"""The training state: made sharded at step 0, described without values, moved between memories."""
+"""Makes the training state sharded at step 0, describes it without values, moves it in memory."""
 
 from collections.abc import Callable, Collection
 import functools
@@ -26,7 +26,7 @@ def init_state(
   seed: int = 0,
   host: Collection[str] = (),
 ) -> TrainState:
-  """A sharded state at step 0; it takes `params` over (the first update may reuse their memory).
+  """Makes a sharded state at step 0 from `params`, whose memory the first update may reuse.
 
   The reference is a copy in the dtypes that a forward pass reads (`decoder.seen_dtype`). With an
   adapter `params` become the frozen weights, themselves the reference, and new adapters are what is
@@ -67,8 +67,7 @@ def abstract_state(
   adapter: lora.LoraConfig | None = None,
   host: Collection[str] = (),
 ) -> TrainState:
-  """The state's shapes, dtypes and shardings, nothing allocated: what a checkpoint is restored
-  into.
+  """Describes the state's shapes, dtypes and shardings: what a checkpoint is restored into.
 
   With an adapter the checkpoint holds the frozen weights' fingerprint in their place
   (`lora.fingerprint`).
@@ -111,13 +110,13 @@ def abstract_state(
 
 
 def to_memory(state: TrainState, parts: Collection[str], space) -> TrainState:
-  """The state with the named parts in another memory; scalars stay, they are needed at once."""
+  """Moves the named parts of the state to another memory; scalars stay, they are needed at once."""
   move = lambda x: jax.device_put(x, space) if x.ndim else x
   return state._replace(**{part: jax.tree.map(move, getattr(state, part)) for part in parts})
 
 
 def from_host(step: Callable, parts: Collection[str]) -> Callable:
-  """The step with the named parts of the state fetched from host memory before, put back after."""
+  """Wraps a step: fetches the named parts of the state from host memory, puts them back after."""
   if not parts:
     return step
 

@@ -1,4 +1,4 @@
-"""A method tried out on made-up rollouts, before any work: what it gives must fit the update."""
+"""Tries a method on made-up rollouts before any work: what it gives must fit the update."""
 
 from collections.abc import Sequence
 import functools

@@ -3,8 +3,8 @@
 A step takes one rollout batch and makes one update, or several: `epochs` passes over `mini_batches`
 parts of its questions, against what the policy said before the first of them. Each update sums its
 gradient over packed micro-batches. A token's weight in the loss is fixed over the whole mini-batch
-beforehand, so splitting rows differently changes memory and nothing else. How many micro-batches
-hold anything is a traced number: short batches cost less, and the step still compiles once.
+beforehand, so splitting rows differently changes memory and nothing else. The number of
+micro-batches that hold anything is traced: short batches cost less, and the step compiles once.
 """
 
 from collections.abc import Callable, Collection
@@ -50,7 +50,7 @@ def make_update(
   adapter: lora.LoraConfig | None = None,
   host: Collection[str] = (),
 ) -> "OnMesh":
-  """The step (state, batch) -> (state, stats) on `mesh`; the old state's buffers are reused.
+  """Makes the step (state, batch) -> (state, stats) on `mesh`; it reuses the old state's buffers.
 
   Args:
     algorithm: what credit and losses are.

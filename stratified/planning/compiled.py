@@ -1,5 +1,4 @@
-"""A run's programs compiled ahead of time: what they take of a device's memory, send over its
-links, and need in time."""
+"""Compiles a run's programs ahead of time: memory on a device, bytes over its links, least time."""
 
 import dataclasses
 import math
@@ -21,8 +20,10 @@ FULL = 0.95  # of a packed row's positions hold tokens, for the number of micro-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """A run on given devices. device: what a chip can do, None on CPU. tokens: of a rollout on
-  average."""
+  """A run on given devices.
+
+  device: what a chip can do; None on CPU. tokens: those of an average rollout.
+  """
 
   run: build.Run
   device: costs.Device | None
@@ -112,8 +113,7 @@ def compile_update(plan: Plan):
 
 
 def peak_of(program) -> int:
-  """Bytes that a program's arguments, results and temporaries take on a device at once, and its
-  code."""
+  """Most bytes of a program on a device: arguments, results and temporaries at once, and code."""
   m = program.memory_analysis()
   return (
     m.argument_size_in_bytes
@@ -222,8 +222,7 @@ def time_of(plan: Plan) -> dict[str, Any]:
 
 
 def collectives_of(plan: Plan, text_: str) -> list[dict[str, Any]]:
-  """One entry for each kind and array, those that send most first; an update has `plan.micro`
-  micro-batches."""
+  """Lists an update's collectives by kind and array, those that send most first."""
   found = {}
   for each in hlo.collectives(
     text_, dynamic=plan.micro - 1, num_devices=len(plan.mesh.devices.flat)
@@ -240,8 +239,7 @@ def collectives_of(plan: Plan, text_: str) -> list[dict[str, Any]]:
 def unexpected(
   model: decoder.DecoderConfig, mesh_shape, packing: batching.Packing, chunk: int, text: str
 ) -> list[str]:
-  """What must not be in an update: logits of all of a device's tokens, a whole stacked weight or
-  state gathered.
+  """Finds what must not be in an update: logits of all tokens, a whole stacked weight or state.
 
   mesh_shape: sizes by axis. chunk: positions whose logits may exist at once, 0 for all. text: the
   program's.
@@ -297,8 +295,7 @@ WAYS = {
 
 
 def way_to_fit(plan: Plan, found: dict[str, Any], margin: float) -> tuple[str, int] | None:
-  """The settings, added one to another until it fits and compiled to make sure, and the peak then;
-  None if nothing does."""
+  """Adds settings one to another until the run fits when compiled: (settings, peak), or None."""
   config, chosen = plan.config.copy_and_resolve_references(), {}
   while not fits(plan, found, margin):
     part = (

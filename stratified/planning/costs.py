@@ -1,8 +1,7 @@
-"""What an update and a generation cost, counted from the sizes alone, and how long that takes at
-the least.
+"""Counts what an update and a generation cost, from sizes alone, and how long that takes at least.
 
-A compiler's own count is no help here: it counts the body of a scan over layers once. FLOPs are of
-matrix products and attention (2 a multiply-add), which is what a device's peak is stated for.
+A compiler's own count is no help: it counts the body of a scan over layers once. FLOPs are those of
+matrix products and attention (2 a multiply-add), for which a device's peak is stated.
 """
 
 import dataclasses
@@ -13,8 +12,7 @@ from stratified.policy import decoder
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """One accelerator: bytes of memory, bfloat16 FLOP/s, memory bytes/s, bytes/s that leave it over
-  its links."""
+  """One accelerator: bytes of memory, bfloat16 FLOP/s, bytes/s of memory and over its links."""
 
   name: str
   capacity: float
@@ -69,16 +67,14 @@ def update_flops(
 
 
 def model_flops(config: decoder.DecoderConfig, tokens: float, seen: float) -> float:
-  """FLOPs that an update needs, three forward passes' worth: what a utilisation is stated
-  against."""
+  """FLOPs that an update needs, three forward passes: utilisation is stated against them."""
   return 3 * forward_flops(config, tokens, seen)
 
 
 def update_bytes(
   config: decoder.DecoderConfig, tokens: float, micro: float, shards: int, *, reference: bool
 ) -> float:
-  """Bytes between a device and its memory in an update of `tokens` tokens (of this device), at the
-  least.
+  """Least bytes between a device and its memory in an update of `tokens` tokens of its own.
 
   Per micro-batch each weight is read in bfloat16 forward, again, and backward, and its float32
   gradient is added to; per token and layer the activations between products are written and read;
@@ -98,8 +94,7 @@ def update_bytes(
 
 
 def decode_bytes(config: decoder.DecoderConfig, lanes: int, length: float) -> float:
-  """Bytes read for one token of each lane: every weight once, and every lane's keys and values of
-  `length` tokens."""
+  """Bytes read for a token of each lane: all weights once, each lane's keys and values."""
   wide = {"bfloat16": 2, "float32": 4}[config.dtype]
   return wide * (num_parameters(config) + cache_size(config, lanes, length))
 
@@ -110,8 +105,7 @@ def cache_size(config: decoder.DecoderConfig, lanes: int, length: float) -> floa
 
 
 def roofline(device: Device, *, flops: float, moved: float, sent: float = 0.0) -> tuple[float, str]:
-  """(seconds at the least, what binds): the longest of computing, moving and sending, as if they
-  overlapped wholly."""
+  """(least seconds, what binds): the longest of computing, moving and sending, all overlapped."""
   times = {
     "compute": flops / device.flops,
     "memory": moved / device.bandwidth,

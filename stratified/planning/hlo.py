@@ -1,7 +1,6 @@
-"""Reads what a compiler made of a step: its collectives with how often each runs, and the arrays it
-holds.
+"""Reads what a compiler made of a step: collectives, how often each runs, and arrays.
 
-Input is the text of optimised HLO (`compiled.as_text()`), of CPU, GPU or TPU. Loops are followed:
+Input is the text of optimised HLO (`compiled.as_text()`) for CPU, GPU or TPU. Loops are followed:
 an instruction in the body of a scan over 36 layers counts 36 times. A loop whose length is no
 constant (the micro-batches) is given one.
 """
@@ -63,8 +62,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """A collective of the program: what it yields on a device, over how many devices, how often it
-  runs."""
+  """A collective: what it yields on a device, over how many devices, how often it runs."""
 
   kind: str
   array: Array
@@ -74,8 +72,7 @@ class Collective:
 
   @property
   def wire_bytes(self) -> float:
-    """Bytes that leave a device in all `count` runs, by a ring or its like: the least that any
-    algorithm sends."""
+    """Bytes that leave a device in all `count` runs, by the algorithm that sends least (a ring)."""
     rest = (self.group - 1) / self.group
     share = {
       "all-gather": rest,
@@ -88,8 +85,7 @@ class Collective:
 
 
 def computations(text: str) -> tuple[dict[str, list[str]], str]:
-  """The program's computations by name, each a list of instruction lines, and the name of the first
-  to run."""
+  """The program's computations by name, as lines, and the name of the first to run."""
   found, entry, lines = {}, "", None
   for line in text.splitlines():
     head = _HEAD.match(line)
@@ -109,8 +105,7 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def counts(program: dict[str, list[str]], entry: str, dynamic: float) -> dict[str, float]:
-  """How often each computation runs; `dynamic` is the length of a loop that the program does not
-  fix."""
+  """How often each computation runs; `dynamic` is the length of loops that have no fixed one."""
   total = dict.fromkeys(program, 0.0)
 
   def visit(name, times):

@@ -17,8 +17,10 @@ SPLASH_BLOCK = 512  # tokens of a kernel's tile; smaller where it does not divid
 
 
 def packed_mask(segment_rt, window: int = 0) -> jax.Array:
-  """[R, 1, T, S]: whether t may see s: not later, same segment, and with a window fewer than so
-  many tokens before. Padding (segment 0) sees itself, so no row is empty."""
+  """[R, 1, T, S]: whether t may see s: not later, in the same segment, and within the window.
+
+  Padding (segment 0) sees itself, so no row is empty.
+  """
   t = segment_rt.shape[1]
   causal = jnp.tril(jnp.ones((t, t), bool))
   if window:
@@ -43,8 +45,10 @@ def best_for(platform: str, dtype: str, head_dim: int, row_length: int) -> str:
 
 
 def context(segment_rt, implementation: str, window: int = 0) -> jax.Array:
-  """What `packed` needs of the segments, made once for all layers: a mask, or the segments
-  themselves. `window` is that of all layers; 0 where only some have one."""
+  """Makes what `packed` needs of the segments, once for all layers: a mask, or the segments.
+
+  `window` is that of all layers; 0 where only some have one.
+  """
   return segment_rt if implementation == "splash" else packed_mask(segment_rt, window)
 
 
@@ -67,10 +71,9 @@ def packed(
     cudnn    the same through cuDNN's fused kernel (GPU, bfloat16);
     splash   JAX's Pallas kernel for TPU: no [T, T] array, nothing computed above the diagonal or
              outside the window;
-    folded   the same sums with a group's query heads folded into one matrix product, for CPU: 3
-             times as fast
-             there forward and backward (8 rows of 256 tokens, 4 heads of 32), since XLA's CPU
-             backend transposes the library's layout at every product.
+    folded   the same sums with a group's query heads folded into one matrix product, for CPU:
+             forward and backward are 3 times as fast there (8 rows of 256 tokens, 4 heads of 32),
+             since XLA's CPU backend transposes the library's layout at every product.
   scale: of the scores; None is head_dim^-0.5.
   window: how many tokens a token sees, itself included; 0 is all. local: where layers differ, a
     traced bool that says whether this one has the window; None where `context_` was made for it.
@@ -182,8 +185,7 @@ def _fold(x_rthk, groups):
 def write(
   key_bgks, value_bgsk, k_btgk, v_btgk, position_bt, lane_b=None
 ) -> tuple[jax.Array, jax.Array]:
-  """The cache with new keys and values at their lanes and positions; what lies past the end of
-  either is dropped."""
+  """Writes new keys and values at their lanes and positions; drops what lies past an end."""
   lane_b = jnp.arange(key_bgks.shape[0]) if lane_b is None else lane_b
   return (
     key_bgks.at[lane_b[:, None], :, :, position_bt].set(k_btgk, mode="drop"),
@@ -194,11 +196,11 @@ def write(
 def cached(
   q_bthk, key_bgks, value_bgsk, position_bt, *, scale: float | None = None, window: int = 0
 ) -> jax.Array:
-  """Attention of new tokens over their lane's cache up to their own position, [B, T, H, K]; with a
-  window over its last `window` tokens, the new one included.
+  """Attention of new tokens over their lane's cache up to their own position, [B, T, H, K].
 
-  Keys lie transposed, and the softmax is divided by its sum after the product with the values: on
-  CPU the two together take 0.55 times as long (64 lanes of 192, 4 heads of 32, one new token each).
+  With a window it runs over the last `window` tokens, the new one included. Keys lie transposed,
+  and the softmax is divided by its sum after the product with the values: on CPU the two together
+  take 0.55 times as long (64 lanes of 192, 4 heads of 32, one new token each).
   """
   b, t, h, k = q_bthk.shape
   g, s = value_bgsk.shape[1:3]

@@ -1,4 +1,4 @@
-"""What a decoder is: its sizes and switches, from which its weights and its computation follow."""
+"""Describes a decoder: sizes and switches, from which its weights and its computation follow."""
 
 import dataclasses
 import functools

@@ -1,7 +1,7 @@
 """A decoder of the Llama family: Llama/SmolLM2, Qwen2.5, Qwen3, Mistral, Gemma 3, OLMo 2.
 
-What it is stands in `config.DecoderConfig`, its weights in `weights.ROWS`, how Hugging Face names
-it in `families`. Here is what it computes, functions of one flat dict of parameters:
+`config.DecoderConfig` says what it is, `weights.ROWS` lists its weights, `families` has the names
+that Hugging Face uses. This module computes it, by functions of one flat dict of parameters:
 
     # the update: packed rows, scanned layers
     hidden_rtd = hidden(config, params, token_rt, position_rt, segment_rt)
@@ -53,9 +53,9 @@ __all__ = [
 
 
 def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment_rt) -> jax.Array:
-  """Final normed hidden states [R, T, D] of packed rows; a token attends to earlier tokens of its
-  own segment, in a local layer to those within the window.
+  """Computes the final normed hidden states [R, T, D] of packed rows.
 
+  A token attends to earlier tokens of its own segment, in a local layer to those within the window.
   Segment 0 is padding: what comes out there means nothing. `params` may hold adapters beside the
   weights (`lora.join`).
   """
@@ -93,8 +93,7 @@ def hidden(config: DecoderConfig, params: Params, token_rt, position_rt, segment
 
 
 class Cache(NamedTuple):
-  """Keys [B, G, K, S] and values [B, G, S, K] of each layer: each the second operand of its product
-  as it lies."""
+  """Keys [B, G, K, S] and values [B, G, S, K] of each layer, laid out as second operands."""
 
   keys: tuple[jax.Array, ...]
   values: tuple[jax.Array, ...]
@@ -108,8 +107,10 @@ def empty_cache(config: DecoderConfig, lanes: int, length: int) -> Cache:
 
 
 def unstack(config: DecoderConfig, params: Params) -> Params:
-  """Parameters for `extend`: the dtypes of a forward pass, layers as a tuple of trees, since
-  unrolled layers decode faster. Extra heads are left out."""
+  """Prepares parameters for `extend`: a forward pass's dtypes, layers as a tuple of trees.
+
+  Unrolled layers decode faster. Extra heads are left out.
+  """
   names, table = stacked_names(config, params), weights(config)
   cast = {name: value.astype(seen_dtype(config, name)) for name, value in params.items()}
   stacked = tuple({name: cast[name][i] for name in names} for i in range(config.num_layers))
@@ -118,8 +119,7 @@ def unstack(config: DecoderConfig, params: Params) -> Params:
 
 
 def extend(config: DecoderConfig, params: Params, token_bt, position_bt, cache: Cache, lane_b=None):
-  """Runs new tokens after what `cache` holds; returns final hidden states [B, T, D] and the cache
-  with them in it.
+  """Runs new tokens after what `cache` holds: (final hidden states [B, T, D], the cache with them).
 
   position_bt: where each token stands in its lane; a token at or past the cache's end is padding,
   written nowhere. lane_b: the lanes of the cache that the rows of token_bt belong to; None is all
@@ -189,13 +189,13 @@ def project(config: DecoderConfig, w, x, sin, cos):
 
 
 def finish(config: DecoderConfig, w, mixed_rthk):
-  """What attention adds to the stream, from the mixed values of each head."""
+  """Computes what attention adds to the stream, from the mixed values of each head."""
   y = _linear(config, w, "o", mixed_rthk)
   return _norm(config, y, w["attention_post_norm"]) if config.post_norms else y
 
 
 def mlp(config: DecoderConfig, w, x):
-  """What the gated MLP adds to the stream."""
+  """Computes what the gated MLP adds to the stream."""
   y = _norm(config, x, w["mlp_norm"]) if config.pre_norms else x
   gate = ACTIVATIONS[config.activation](_linear(config, w, "gate", y))
   y = _linear(config, w, "down", gate * _linear(config, w, "up", y))

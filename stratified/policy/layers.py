@@ -1,5 +1,4 @@
-"""The parts of a decoder's layers as functions of arrays: products with weights as they lie on a
-mesh, norms, the look-up of embeddings.
+"""Parts of a decoder's layers as functions of arrays: products on a mesh, norms, embeddings.
 
 Letters: r rows, t tokens, d width, h heads, k head dimension, v vocabulary.
 """
@@ -13,8 +12,7 @@ from stratified import sharding
 
 
 def apply(w, name: str, x, axes: tuple[str | None, ...], inputs: int):
-  """x W, plus (x A) B where the layer has an adapter: two thin products, the matrix A B is never
-  made.
+  """x W, plus (x A) B where the layer has an adapter: thin products, A B is never made.
 
   w: a layer's weights by name. axes: logical axes of W, the first `inputs` of them its inputs.
   """
@@ -27,15 +25,15 @@ def apply(w, name: str, x, axes: tuple[str | None, ...], inputs: int):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear(x, w, axes: tuple[str | None, ...]):
-  """x W of activations x [R, T, inputs ...] and a master weight W [inputs ..., outputs ...] as it
-  lies on the mesh.
+  """x W of activations [R, T, inputs ...] and a master weight [inputs ..., outputs ...] on a mesh.
 
-  The weight is cast to x's dtype first and gathered along `fsdp` after that. Its gradient is summed
-  in the master's own dtype, over the tokens and over the devices, and each device keeps its part.
-  It is written as x^T g: what differentiation writes is (g^T x)^T, for which XLA's CPU backend
-  computes g, the whole derivative of the gated unit, a second time into a transposed copy against
-  the order of memory, and an MLP's forward and backward pass takes 1.8 times as long (8 rows of 192
-  tokens, width 128, MLP width 384).
+  The weight is cast to x's dtype first, then gathered along `fsdp`. Its gradient is summed in the
+  master's own dtype, over the tokens and over the devices, and each device keeps its part.
+
+  The gradient is written as x^T g. Differentiation would write (g^T x)^T, for which XLA's CPU
+  backend computes g, the whole derivative of the gated unit, a second time into a transposed copy
+  against the order of memory: an MLP's forward and backward pass takes 1.8 times as long then (8
+  rows of 192 tokens, width 128, MLP width 384).
   """
   ins, outs = _letters(x, w)
   return jnp.einsum(
@@ -83,15 +81,14 @@ def _of_activation(axes):
 
 
 def norm(x, scale, eps):
-  """RMSNorm in float32 over as many of the last axes as the scale has: x / sqrt(mean(x^2) + eps) *
-  scale."""
+  """RMSNorm in float32 over the scale's axes: x / sqrt(mean(x^2) + eps) * scale."""
   y, axes = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
   y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=axes, keepdims=True) + eps)
   return (y * scale).astype(x.dtype)
 
 
 def lookup(embed_vd, token_rt, dtype):
-  """Rows of the embedding in `dtype`, [R, T, D].
+  """Looks up rows of the embedding in `dtype`, [R, T, D].
 
   Each device looks up all tokens of its `fsdp` group in the part of the table that it holds, and
   they exchange rows for columns: what travels is the activations, never the table or its gradient.

@@ -1,13 +1,13 @@
-"""Log-probs and entropy of given tokens without ever holding [tokens, vocabulary].
+"""Computes log-probs and entropy of given tokens without ever holding [tokens, vocabulary].
 
 For each position t the logits z_v = hidden_t . w_v / temperature give
 
     logp = z_target - log sum_v exp z_v
     entropy = log sum_v exp z_v - sum_v softmax(z)_v z_v
 
-computed in chunks of positions whose logits the backward pass makes again. The vocabulary is split
-over the axes `tensor` and `fsdp`: each device takes the hidden states of its `fsdp` group, reduces
-its own part of their logits, and only the sums travel. So neither the output weight nor its
+computed in chunks of positions; the backward pass makes their logits again. The vocabulary is split
+over the axes `tensor` and `fsdp`: each device takes the hidden states of its `fsdp` group and
+reduces its own part of their logits, and only the sums travel. So neither the output weight nor its
 gradient is ever whole on a device.
 """
 
@@ -23,8 +23,7 @@ from stratified.policy import decoder
 def token_log_probs(
   config, params, hidden_rtd, token_rt, *, temperature=1.0, chunk: int | None = None
 ):
-  """Log-prob and entropy [R, T] (float32) of `token_rt` under the hidden state one position
-  earlier.
+  """Log-prob and entropy [R, T], float32, of `token_rt` under the hidden state one position before.
 
   The first position of a row has no predecessor: both are 0 there. Entropy carries no gradient.
   chunk: positions of a row whose logits exist at once; None is all. It must divide T.
@@ -56,7 +55,7 @@ def token_log_probs(
 
 
 def shifted(x_rt, by: int):
-  """Each row moved to the right by so many positions, zeros in place of what is missing."""
+  """Moves each row to the right by so many positions, zeros in place of what is missing."""
   return jax.lax.pad(x_rt, jnp.zeros((), x_rt.dtype), ((0, 0, 0), (by, -by, 0)))
 
 
@@ -98,8 +97,7 @@ def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
 
 
 def _sums(z_rtv, high_rt, index_rt):
-  """sum exp(z - high), sum exp(z - high) z, and z at the target's index, 0 where it lies
-  outside."""
+  """sum exp(z - high), sum exp(z - high) z, and z at the target's index (0 where outside)."""
   size = z_rtv.shape[-1]
   exp = jnp.exp(z_rtv - high_rt[..., None])
   picked = jnp.take_along_axis(z_rtv, jnp.clip(index_rt, 0, size - 1)[..., None], axis=-1)[..., 0]
@@ -114,8 +112,7 @@ def _finish(high, total, weighted, picked):
 
 @jax.custom_vjp
 def scores(hidden_rtd, weight_vd):
-  """float32 products [R, T, V]; the weight is cast to the hidden states' dtype, its gradient summed
-  in its own."""
+  """float32 products [R, T, V]; casts the weight to the hidden states' dtype, its gradient back."""
   return jnp.einsum(
     "rtd,vd->rtv",
     hidden_rtd,

@@ -1,12 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): each linear layer W gets a trained A B of rank r
-beside it.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a trained A B of rank r beside each linear layer W.
 
     x W' = x W + (alpha / r) (x A) B
 
 W stays frozen; A starts at random, B at zero, so that training starts from the policy W exactly.
 Adapters are a flat table like the decoder's own, `q_a`, `q_b`, .... The decoder's extra heads stand
-in it as they are (too small for an adapter, trained whole). What they are used through is a table
-of both, in either form:
+in it as they are: too small for an adapter, they are trained whole. A pass uses a table of both, in
+one of two forms:
 
     params = join(lora, frozen, adapters)           # training: thin products beside frozen ones
     params = merge(config, lora, frozen, adapters)  # sampling, export: W + (alpha / r) A B
@@ -59,8 +58,7 @@ class LoraSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-  """rank r, alpha (the update counts alpha / r), and which of the decoder's linear layers have an
-  adapter."""
+  """Rank r, alpha (an adapter counts alpha / r), and the linear layers that have an adapter."""
 
   rank: int
   alpha: float
@@ -86,8 +84,7 @@ class LoraConfig:
 
 
 def weights(config: decoder.DecoderConfig, lora: LoraConfig) -> dict[str, decoder.Weight]:
-  """Every weight that is trained, by name: the adapters' factors in the order of the decoder's
-  layers, then its extra heads as they are.
+  """Lists the trained weights by name: adapters' factors in the order of layers, then extra heads.
 
   Raises ValueError where the rank is not below a layer's own: A B would hold more numbers than W.
   """
@@ -111,15 +108,15 @@ def weights(config: decoder.DecoderConfig, lora: LoraConfig) -> dict[str, decode
 
 
 def head_names(config: decoder.DecoderConfig) -> list[str]:
-  """The decoder's extra heads' weights: no adapter stands beside them, they are trained whole."""
+  """Names the weights of the decoder's extra heads, which have no adapter and are trained whole."""
   return [name for name, weight in decoder.weights(config).items() if weight.stored is None]
 
 
 def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> decoder.Params:
-  """float32 adapters that change nothing yet: A truncated normal of variance 1 / inputs, B zero;
-  and extra heads at their start.
+  """Makes float32 adapters that change nothing yet, and extra heads at their start.
 
-  A layer's A depends on the key and the layer alone, not on which others have adapters.
+  A is truncated normal of variance 1 / inputs, B is zero. A layer's A depends on the key and the
+  layer alone, not on which others have adapters.
   """
   order = {f"{target}_a": number for number, target in enumerate(linear_layers())}
   return {
@@ -129,8 +126,7 @@ def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> dec
 
 
 def join(lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params) -> decoder.Params:
-  """One table of both for `decoder.hidden`; alpha / r is taken into A, in float32. Heads are the
-  trained ones."""
+  """Joins both in one table for `decoder.hidden`: alpha / r goes into A, heads are trained ones."""
   factors = {f"{target}_a" for target in lora.targets}
   return frozen | {
     name: value * lora.scaling if name in factors else value for name, value in adapters.items()
@@ -140,8 +136,10 @@ def join(lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params) -> 
 def merge(
   config: decoder.DecoderConfig, lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params
 ) -> decoder.Params:
-  """The decoder's own table with (alpha / r) A B added and its trained heads: the sum in float32,
-  the result in the frozen weight's dtype."""
+  """Adds (alpha / r) A B to the decoder's weights, in float32, and takes its trained heads.
+
+  The result has the frozen weight's dtype.
+  """
   merged = frozen | {name: adapters[name] for name in head_names(config)}
   table = decoder.weights(config)
   for target in lora.targets:
@@ -162,8 +160,7 @@ def merge(
 
 @jax.jit
 def fingerprint(params: decoder.Params) -> jax.Array:
-  """A uint32 [weights, 2] of the values and their places, in the order of the names; the same on
-  any mesh.
+  """Fingerprints values and their places: uint32 [weights, 2] by name, the same on any mesh.
 
   Each value's bits are mixed with its position (the finaliser of MurmurHash3, twice with different
   seeds) and summed modulo 2^32: integer sums do not depend on the order. It finds another

@@ -27,8 +27,11 @@ class Linear(NamedTuple):
 
 
 class Llama3(NamedTuple):
-  """Llama 3's scaling: wavelengths above original / low are stretched by `factor`, those below
-  original / high kept, those between mixed."""
+  """Llama 3's scaling, by wavelength.
+
+  Those above original / low are stretched by `factor`, those below original / high are kept, those
+  between are mixed.
+  """
 
   factor: float
   low: float
@@ -52,11 +55,11 @@ class Llama3(NamedTuple):
 
 
 class Yarn(NamedTuple):
-  """YaRN (arXiv 2309.00071): pairs that turn at least `beta_fast` times over the original length
-  are kept, those that turn at most `beta_slow` times are stretched by `factor`, with a linear ramp
-  over the pairs between.
+  """YaRN (arXiv 2309.00071).
 
-  `attention_factor` multiplies sines and cosines, and so scores by its square; the paper's value is
+  Pairs that turn at least `beta_fast` times over the original length are kept; those that turn at
+  most `beta_slow` times are stretched by `factor`; a linear ramp joins them. `attention_factor`
+  multiplies sines and cosines, and so scores by its square; the paper's value is
   `yarn_attention_factor(factor)`. `truncate` widens the ramp to whole pairs.
   """
 

@@ -74,11 +74,12 @@ def decoder_config(
   row_length: int,
   heads: Sequence[str] = (),
 ) -> DecoderConfig:
-  """The decoder of a run.
+  """Describes the decoder of a run.
 
-  vocab_size: the tokenizer's, for a decoder that is built here. platform: "cpu", "gpu" or "tpu",
-  and row_length, packed tokens of a row: they pick the attention where that is left open. heads:
-  extra outputs that the method trains (`heads.HEADS`).
+  vocab_size: the tokenizer's, for a decoder that is built here.
+  platform ("cpu", "gpu" or "tpu"), row_length (packed tokens of a row): they pick the attention
+    where that is left open.
+  heads: extra outputs that the method trains (`heads.HEADS`).
   """
   p = settings
   run = dict(dtype=p.dtype, remat=p.remat, unroll=p.unroll, heads=tuple(heads))

@@ -1,5 +1,4 @@
-"""Sizes of well-known checkpoints, as their config.json state them: for planning a run before its
-weights are there."""
+"""Sizes of well-known checkpoints, for planning a run before its weights are there."""
 
 from stratified.policy.decoder import DecoderConfig
 
@@ -42,8 +41,9 @@ SIZES = {
 
 
 def decoder_of(name: str, **run) -> DecoderConfig:
-  """The decoder of a checkpoint named like one in SIZES, `-Instruct` and letter case aside; `run`
-  adds dtype and the like.
+  """Describes the decoder of a checkpoint by its name in SIZES; `run` adds dtype and the like.
+
+  `-Instruct` and letter case make no difference.
 
   Raises ValueError where no size is known by that name.
   """

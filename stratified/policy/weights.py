@@ -1,17 +1,18 @@
-"""The one description of every weight of a decoder, from which all that treats weights derives.
+"""Describes every weight of a decoder once; all that treats weights derives from it.
 
 `ROWS` says of each weight, for every decoder, what its axes are, where it starts, what kind it is
 and how a Hugging Face checkpoint names it. `weights(config)` picks the rows that a decoder has and
-fills in its sizes. What follows from them: initial, abstract and sharded parameters, the dtype that
-a forward pass reads (`seen_dtype`), which weights decay and which Muon orthogonalises
-(`decays`, `linear_layers`), LoRA's targets and factors, import, export and PEFT's names, counts of
-parameters and FLOPs. To add a weight, add its row, and use it in `decoder`.
+fills in its sizes. From them follow initial, abstract and sharded parameters, the dtype that a
+forward pass reads (`seen_dtype`), which weights decay and which Muon orthogonalises (`decays`,
+`linear_layers`), LoRA's targets and factors, import, export and PEFT's names, counts of parameters
+and FLOPs. To add a weight, add its row, and use it in `decoder`.
 """
 
 from collections.abc import Callable
 import math
 from typing import Any, Literal, NamedTuple
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
@@ -34,9 +35,9 @@ class Weight(NamedTuple):
   shape: its size along each axis; axes: the logical axis of each (`sharding.RULES`).
   scale: the standard deviation it starts with; 0.0 starts at zero, None at one.
   inputs: how many of its axes (after `layers`) are inputs of a matrix product; None for no product.
-  stored: its name in a Hugging Face checkpoint, where {n} stands for the layer, each of which is a
-    tensor of its own; None where it is in none. There a product's weight is [outputs, inputs], each
-    flattened to one axis, and norms and biases are flat.
+  stored: its name in a Hugging Face checkpoint, {n} standing for the layer, each a tensor of its
+    own; None where it is in none. There a product's weight is [outputs, inputs], each flattened to
+    one axis, and norms and biases are flat.
   """
 
   shape: tuple[int, ...]
@@ -162,8 +163,7 @@ def _head_rows() -> dict[str, Row]:
 
 
 def weights(config: DecoderConfig) -> dict[str, Weight]:
-  """Every weight of the decoder by name; those of layers are stacked along a leading `layers`
-  axis."""
+  """Lists the decoder's weights by name; those of layers are stacked along a leading axis."""
   c = config
   sizes = dict(layers=c.num_layers, vocabulary=c.vocab_size, width=c.width, mlp=c.mlp_width)
   sizes |= dict(heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
@@ -194,12 +194,23 @@ def initial(weight: Weight, key) -> jax.Array:
   return weight.scale * jax.random.truncated_normal(key, -2, 2, weight.shape, jnp.float32) / 0.8796
 
 
+class Decoder(nnx.Module):
+  """The table's weights as NNX parameters at their start, each carrying its logical axes.
+
+  `params` splits them off as the plain dict that every function of the decoder takes.
+  """
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    for name, weight in weights(config).items():
+      setattr(self, name, nnx.Param(initial(weight, rngs.params()), logical_axes=weight.axes))
+
+  def params(self) -> Params:
+    return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+
 def init(config: DecoderConfig, key: jax.Array) -> Params:
   """Random float32 parameters: truncated normal, residual outputs scaled by 1/sqrt(2 layers)."""
-  return {
-    name: initial(weight, jax.random.fold_in(key, number))
-    for number, (name, weight) in enumerate(weights(config).items())
-  }
+  return Decoder(config, nnx.Rngs(params=key)).params()
 
 
 def logical_axes(config: DecoderConfig) -> dict[str, tuple[str | None, ...]]:
@@ -218,20 +229,20 @@ def decays(name: str) -> bool:
 
 
 def seen_dtype(config: DecoderConfig, name: str) -> str:
-  """The dtype that a forward pass reads a weight in: norms, biases and heads are few and stay
-  float32."""
+  """The dtype in which a forward pass reads a weight: norms, biases and heads stay float32."""
   return "float32" if kind(name) in ("norm", "bias", "head") else config.dtype
 
 
 def linear_layers() -> dict[str, int]:
-  """The linear layers that a decoder may have, and how many axes after `layers` their input takes:
-  what Muon orthogonalises and what an adapter may stand beside."""
+  """Lists the linear layers that a decoder may have, with the number of their input axes.
+
+  They are what Muon orthogonalises, and what an adapter may stand beside.
+  """
   return {name: row.inputs for name, row in ROWS.items() if row.kind == "matrix"}
 
 
 def adapter_weights(config: DecoderConfig, target: str, rank: int) -> dict[str, Weight]:
-  """The two low-rank factors of a linear layer's adapter: A [layers, inputs ..., rank], B [layers,
-  rank, outputs ...].
+  """Describes an adapter's factors: A [layers, inputs ..., rank], B [layers, rank, outputs ...].
 
   Each keeps the axes of the layer that it shares; the rank is whole everywhere. A starts at random,
   B at zero.

@@ -1,5 +1,4 @@
-"""What went wrong in a run and at which step: the collapses that others found hundreds of steps too
-late.
+"""Finds what went wrong in a run, and at which step, before hundreds of steps are lost.
 
 Every rule compares a short trailing window with the run's own start, so no rule needs a setting for
 a model.
@@ -26,13 +25,12 @@ class Alarm:
 
 
 def find(rows: Sequence[Mapping[str, Any]], rollouts_per_step: int | None = None) -> list[Alarm]:
-  """Alarms of a run's training rows, in step order; each rule speaks once, at the first step that
-  breaks it.
+  """Finds alarms in a run's training rows, in step order; each rule speaks once, when first broken.
 
   Args:
     rows: rows of metrics.jsonl; those without reward/mean are left out, absent keys raise no alarm.
-    rollouts_per_step: questions times samples; with it, up to 5 % lost rollouts in a step pass
-    unmentioned.
+    rollouts_per_step: questions times samples; with it, up to 5 % lost rollouts in a step raise no
+      alarm.
   """
   rows = [row for row in rows if "reward/mean" in row and isinstance(row.get("step"), int)]
   found = [
@@ -94,8 +92,7 @@ def _series(rows, key) -> tuple[list[int], list[float]]:
 
 
 def _windows(values: Sequence[float]) -> list[float]:
-  """Median of the last rows at each row from the window's end on: one odd step is not a
-  collapse."""
+  """Medians of the trailing window at each row: one odd step is not a collapse."""
   return [statistics.median(values[i - _WINDOW : i]) for i in range(_WINDOW, len(values) + 1)]
 
 

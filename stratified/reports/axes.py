@@ -64,8 +64,7 @@ def smooth(values: Sequence[float | None], window: int) -> list[float | None]:
 def thin(
   x: Sequence[float], y: Sequence[float | None], most: int = MOST_POINTS
 ) -> tuple[list, list]:
-  """At most about `most` points; the smallest and largest of each bucket stay, so that no spike is
-  lost."""
+  """Thins to about `most` points; the extremes of each bucket stay, so that no spike is lost."""
   if len(x) <= most:
     return list(x), list(y)
   size = math.ceil(2 * len(x) / most)

@@ -33,8 +33,7 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """A mean with its 95 % interval, and what the interval is over; `low` and `high` are None where
-  there is none."""
+  """A mean with its 95 % interval (`low` and `high`, None without one), and what that is over."""
 
   mean: float
   low: float | None
@@ -46,8 +45,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-  """Mean over runs by step, and one standard deviation below and above it (None where a single run
-  is left)."""
+  """Mean over runs by step, and a standard deviation below and above (None for a single run)."""
 
   x: list[int]
   mean: list[float]
@@ -65,8 +63,7 @@ class Column:
 
 
 def end_values(run: Run, step: int | None = None) -> dict[str, float]:
-  """A run's end result: every eval/* number at its last step (or at `step`), and what training was
-  like until then.
+  """A run's end result: eval/* at its last step (or at `step`), and what training was like.
 
   start/exact_match is the evaluation before the first step; train/reward and train/searches are
   means of the last 10 training steps, train/zero_share and train/rms (of the advantages) of all.
@@ -131,8 +128,7 @@ def _questions(run: Run, key: str, step: int | None) -> int | None:
 def difference(
   runs: Sequence[Run], reference: Sequence[Run], step: int | None = None, key: str = MAIN
 ) -> Estimate | None:
-  """The group's mean minus the reference's: paired by seed where they share seeds, else Welch's
-  interval.
+  """The group's mean minus the reference's, paired by seed where they share seeds, else Welch's.
 
   None if either has no finished run.
   """
@@ -152,8 +148,7 @@ def difference(
 
 
 def curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
-  """`key` by step, averaged over the runs that have it there, each first smoothed over `window` of
-  its own points."""
+  """`key` by step: each run smoothed over `window` of its points, then averaged."""
   series = []
   for run in runs:
     points = {
@@ -174,8 +169,7 @@ def curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
 
 
 def columns(summaries: Iterable[Mapping[str, Estimate]]) -> list[tuple[str, str]]:
-  """(key, title) of what was measured: exact match before and after, by set and hops, then how the
-  agent searched."""
+  """(key, title) of what was measured: exact match by set and hops, then how the agent searched."""
   measured = {key for one in summaries for key in one}
   sets = sorted(key for key in measured if re.fullmatch(r"eval/\w+/exact_match", key))
   hops = sorted(
@@ -202,8 +196,7 @@ def text(found: Estimate | None, key: str, signed: bool = False) -> str:
 def table_columns(
   groups: Mapping[str, Sequence[Run]], reference: str, step: int | None = None
 ) -> list[Column]:
-  """The end results, column by column: label, number of runs, and what was measured; after the
-  held-out score the difference to the group `reference`."""
+  """The end results as columns: label, runs, what was measured, the difference to `reference`."""
   found = {label: summary(runs, step) for label, runs in groups.items()}
   done = {label: sum(bool(end_values(run, step)) for run in runs) for label, runs in groups.items()}
   counts = [
@@ -246,8 +239,7 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Groups of runs, the one that others are measured against, the step of the end results, and
-  notes on the runs."""
+  """Groups of runs, the reference among them, the step of the end results, notes on the runs."""
 
   groups: Mapping[str, Sequence[Run]]
   reference: str

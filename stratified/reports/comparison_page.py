@@ -78,8 +78,7 @@ def panels(made: Comparison, chosen: Sequence[tuple]) -> list[plots.Panel]:
 
 
 def looks_of(made: Comparison) -> dict[str, tuple[int, bool]]:
-  """{label: (color, dashed)}: shades in order where one number alone tells the groups apart, else
-  colours."""
+  """{label: (color, dashed)}: ordered shades where one number tells groups apart, else colours."""
   every = [run for runs in made.groups.values() for run in runs]
   keys = groups.differing(every)
   ordered = len(keys) == 1 and all(
@@ -128,8 +127,7 @@ def page(made: Comparison) -> str:
 
 
 def _tables(made: Comparison) -> list[tuple[str, list[str], list[tuple[str, list]]]]:
-  """(heading, head, [(label, [(value, interval)])]): columns that belong together, so that no
-  table is wider than the page."""
+  """(heading, head, [(label, [(value, interval)])]), a table for columns that belong together."""
   columns = comparison.table_columns(made.groups, made.reference, made.step)
   labels, counts = columns[:2]
   found = []

@@ -1,4 +1,4 @@
-"""The rollouts of one question side by side: how stratum, calls and reward become an advantage."""
+"""Shows rollouts of a question side by side: how stratum, calls and reward become an advantage."""
 
 from collections.abc import Mapping, Sequence
 import statistics
@@ -23,7 +23,7 @@ def groups(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def choose(found: Sequence[Sequence[Record]], count: int) -> list[Sequence[Record]]:
-  """Those that teach most to look at: several strata, successes and failures; at most `count`."""
+  """Picks the groups worth a look: several strata, successes and failures; at most `count`."""
   found = [group for group in found if len(group) > 1]
   order = sorted(range(len(found)), key=lambda i: (-_interest(found[i]), i))
   return [found[i] for i in sorted(order[:count])]

@@ -1,8 +1,8 @@
-"""Line, band and area charts as SVG text: no script, legible on a phone, light and dark.
+"""Draws line, band and area charts as SVG text: no script, legible on a phone, light and dark.
 
-Colours come from CSS variables (templates/chart.css), so a page that holds many charts states them
-once, and a chart that is a file of its own (`standalone`) carries them along. Written out and not
-drawn by matplotlib, whose SVG has neither the tooltips nor the colours of the reader's scheme.
+Colours come from CSS variables (templates/chart.css): a page with many charts states them once, and
+a chart that is a file of its own (`standalone`) carries them along. Written here because the SVG of
+matplotlib has neither tooltips nor the colours of the reader's scheme.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which curves of a run are drawn, from the rows of metrics.jsonl, and what each of them tells."""
+"""Chooses the curves of a run from the rows of metrics.jsonl, and says what each of them tells."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -230,8 +230,7 @@ def _stage_name(stage: Any, cycle: Any) -> str:
 
 
 def first_panels(line: Timeline, alarms: Sequence[Alarm] = ()) -> list[Panel]:
-  """Reward and searches a question, side by side: an agent that learns to skip the tool shows
-  here."""
+  """Reward and searches a question, side by side: shows an agent that learns to skip the tool."""
   reward = [_series(line.train, "reward/mean", "training reward", 0, "noisy")]
   for key, name, color in (
     ("eval/exact_match", "held-out exact match", 2),
@@ -265,8 +264,7 @@ def _calls(line: Timeline) -> list[Series]:
 
 
 def strata_panel(line: Timeline, alarms: Sequence[Alarm] = (), by_searches: bool = True) -> Panel:
-  """Shares of the rollouts in each stratum, stacked; strata that count searches get darker with
-  their number.
+  """Shares of the rollouts by stratum, stacked; strata that count searches darken with the number.
 
   The smallest strata are drawn together where there are more than a reader can tell apart.
   """
@@ -305,8 +303,7 @@ def strata_panel(line: Timeline, alarms: Sequence[Alarm] = (), by_searches: bool
 def cards(
   line: Timeline, alarms: Sequence[Alarm] = (), by_searches: bool = True
 ) -> tuple[dict[str, list[Panel]], list[str], list[str]]:
-  """({card: plots that show something}, keys that a run should record and did not, keys always
-  zero)."""
+  """({card: plots that show something}, keys that are missing, keys that are always zero)."""
   drawn: dict[str, list[Panel]] = {}
   zero: list[str] = []
   for card, plots in _CARDS.items():
@@ -365,8 +362,7 @@ def _hops_panel(line: Timeline) -> Panel:
 
 
 def _time_panel(line: Timeline) -> Panel:
-  """Shares of a step's time. time/step_s, where recorded, is the whole; what no part claims is
-  drawn too."""
+  """Shares of a step's time; time/step_s, where recorded, is the whole, with its rest drawn."""
   train = line.train
   keys = sorted(
     {key for row in train for key in row if re.fullmatch(r"time/\w+_s", key)} - {"time/step_s"}

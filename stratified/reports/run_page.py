@@ -1,5 +1,4 @@
-"""report.html: one self-contained page about a run, written from whatever its workdir holds so
-far."""
+"""Writes report.html: a self-contained page about a run, from what its workdir holds so far."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -47,8 +46,7 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
 
 
 def picture(workdir: str | os.PathLike) -> str:
-  """The run as one SVG file: reward and held-out exact match, searches a question, rollouts by
-  stratum."""
+  """Draws the run as one SVG: reward and exact match, searches a question, rollouts by stratum."""
   run = read(workdir)
   line = run_figures.timeline(run.rows)
   found = line.placed(alarm_rules.find(run.rows, _rollouts_per_step(run.config)))
@@ -182,8 +180,7 @@ def _seconds(row: Mapping[str, Any]) -> float:
 
 
 def _first_figure(line: run_figures.Timeline, alarms: Sequence[alarm_rules.Alarm]):
-  """(wide, narrow): drawn twice, so that its text keeps its size on a phone; the style shows one of
-  them."""
+  """(wide, narrow): drawn twice, so that text keeps its size on a phone; the style shows one."""
   if not line.train:
     return None
   shown = run_figures.first_panels(line, alarms)

@@ -1,5 +1,4 @@
-"""evaluation.json and the eval/* keys of metrics.jsonl, brought into one form and laid out as a
-table."""
+"""Brings evaluation.json and the eval/* keys of metrics.jsonl into one table."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -19,8 +18,10 @@ _MOST_ROWS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """Scores by question set before and after training, and of the policy before, held to 0, 1, ...
-  searches. `step` is where "after" was measured."""
+  """Scores by question set before and after training, and before with 0, 1, ... forced searches.
+
+  `step` is where "after" was measured.
+  """
 
   before: Sets
   after: Sets
@@ -29,8 +30,7 @@ class Scores:
 
 
 def scores_of(rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> Scores:
-  """evaluation.json leads; without it the evaluations in metrics.jsonl stand in: step 0's before
-  training, the newest of a later step after it."""
+  """Reads evaluation.json; without it, takes step 0's and the newest rows of metrics.jsonl."""
   evaluated = [row for row in rows if is_number(row.get("eval/exact_match"))]
   start = [row for row in evaluated if row.get("step") == 0]
   later = [row for row in evaluated if row.get("step") != 0]
@@ -83,10 +83,10 @@ def best_forced(scores: Scores, name: str = HELD_OUT) -> tuple[str, float] | Non
 
 
 def table(scores: Scores, before: str = "warm start", after: str = "trained") -> dict[str, Any]:
-  """{"head": [text], "rows": [{"label", "is_set", "cells": [{"text", "share", "best"}]}]}: exact
-  match x 100 by set and hops, columns only for what was measured; no rows for no set at all.
+  """Lays out exact match x 100 by set and hops, with columns only for what was measured.
 
-  before, after: what the two columns are called.
+  before, after: what the two columns are called. Returns {"head": [text], "rows": [{"label",
+  "is_set", "cells": [{"text", "share", "best"}]}]}; no rows without a set.
   """
   every = scores.before | scores.after
   names = sorted(every, key=lambda name: (name != HELD_OUT, name != SECOND, name))

@@ -1,4 +1,4 @@
-"""Text and numbers as a page shows them. Every text is hostile until it went through here."""
+"""Writes text and numbers for a page; every text is hostile until it went through here."""
 
 from collections.abc import Mapping
 import functools
@@ -33,7 +33,7 @@ def _shown(value: Any) -> str:
 
 
 def visible(value: Any, longest: int = LONGEST) -> Markup:
-  """Escaped text in which characters that hide or reorder others are shown by their code.
+  """Escapes a text and shows characters that hide or reorder others by their code.
 
   Directional overrides can make a passage read as something else, and reach beyond it. A row of the
   same character is shown once, with its number; after the first 50 codes of a text each is �.
@@ -120,8 +120,10 @@ def counted(count: Any, one: str, many: str) -> str:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-  """The templates. Whatever a template prints goes through `visible`, unless it is markup already:
-  a forgotten filter lets nothing through."""
+  """Opens the templates; what they print goes through `visible` unless it is markup already.
+
+  So a forgotten filter lets nothing through.
+  """
   made = jinja2.Environment(
     loader=jinja2.PackageLoader("stratified.reports"),
     autoescape=True,

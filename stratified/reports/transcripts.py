@@ -1,7 +1,6 @@
-"""A rollout of trajectories/step_NNNNNN.jsonl as a page shows it: facts, segments, calls of tools.
+"""Shows a rollout of trajectories/step_NNNNNN.jsonl on a page: facts, segments, calls of tools.
 
-Records are read leniently, and every length is bounded: a page with answers of megabytes stays
-small.
+It reads records leniently and bounds every length: a page with answers of megabytes stays small.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +28,7 @@ _SHORT = 240  # an observation up to here is shown open
 
 
 def choose(records: Sequence[Record], count: int) -> list[Record]:
-  """At most `count` rollouts that differ in stratum and success, the first of each kind, strata in
-  order."""
+  """Picks up to `count` rollouts that differ in stratum and success, the first of each kind."""
   kinds = {}
   for record in records:
     kind = (record.get("fault") is not None, str(record.get("stratum")), succeeded(record))
@@ -44,8 +42,7 @@ def choose(records: Sequence[Record], count: int) -> list[Record]:
 
 
 def view(record: Record) -> dict[str, Any]:
-  """What the template `rollout` shows: question, answer, golden, right, chips, segments,
-  left_out."""
+  """What the template `rollout` shows: question, answer, golden, right, chips, segments, ..."""
   golden = record.get("golden_answers")
   golden = ", ".join(map(cut, golden[:20])) if isinstance(golden, list) else golden
   segments, left_out = _segments(record)
@@ -133,8 +130,7 @@ def _chips(record: Record) -> list[tuple[str, str]]:
 
 
 def _segments(record: Record) -> tuple[list[dict[str, Any]], int]:
-  """(what is shown of the segments, how many are left out). The i-th policy segment is the i-th
-  turn."""
+  """(what is shown of the segments, how many are left out); the i-th policy segment is turn i."""
   segments = record.get("segments")
   segments = segments if isinstance(segments, list) else []
   segments = [segment for segment in segments if isinstance(segment, Mapping)]
@@ -163,7 +159,7 @@ def _segments(record: Record) -> tuple[list[dict[str, Any]], int]:
 
 
 def _observation(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """How an observation is summed up while it is closed: the tools that it is from, its passages."""
+  """Sums up an observation that is folded away: the tools that it is from, its passages."""
   titles = [title.strip(" \"'") for title in _TITLE.findall(text[:_MOST_TEXT])[:8]]
   tools = ", ".join(dict.fromkeys(cut(call["tool"], 40) for call in calls[:_MOST_CALLS]))
   what = f"from {tools}" if tools else "observation"

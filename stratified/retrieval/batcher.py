@@ -1,5 +1,4 @@
-"""Joins the searches of concurrent requests: while one search runs, those that arrive wait and then
-run as one."""
+"""Joins the searches of concurrent requests: those that arrive while one runs then run as one."""
 
 import asyncio
 from collections import deque
@@ -27,15 +26,16 @@ class _Job:
 class Batcher:
   """Runs `search(queries, topk)`, a blocking function, for many waiting coroutines at once.
 
-  No search waits for company: an idle batcher starts at once, a busy one takes everything of the
-    same topk that
-  arrived meanwhile, up to `max_batch` queries, each distinct query once. Blank queries find nothing
-  and are not searched for.
+  No search waits for company: an idle batcher starts at once; a busy one then takes all that
+  arrived meanwhile with the same topk, up to `max_batch` queries, each distinct query once. Blank
+  queries find nothing and are not searched for.
 
   Args:
     search: list of queries, topk -> one list of passages (or a RetrieverError) a query; runs in a
-    thread. max_batch: queries of one call of `search`. max_queued: queries that may wait; more
-    raise Busy at once. max_wait_s: how long a search may wait and run before Busy is raised.
+      thread.
+    max_batch: queries of one call of `search`.
+    max_queued: queries that may wait; more raise Busy at once.
+    max_wait_s: how long a search may wait and run before Busy is raised.
     threads: calls of `search` at the same time.
   """
 
@@ -64,7 +64,7 @@ class Batcher:
     self.queued = self.searched = self.batches = 0
 
   async def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
-    """One list of passages a query.
+    """Searches: one list of passages a query.
 
     Raises:
       Busy: there is no room in the queue, or the time is up.
@@ -105,8 +105,7 @@ class Batcher:
       task.add_done_callback(self._running.discard)
 
   def _next_batch(self) -> list[_Job]:
-    """The first jobs in line that share a topk and fit in one batch; those nobody waits for any
-    more are dropped."""
+    """Takes the first jobs of one topk that fit in a batch; drops those nobody waits for now."""
     batch, size = [], 0
     while self._waiting:
       job = self._waiting[0]

@@ -1,8 +1,8 @@
 """BM25 over passages held in memory: the embedded retriever, on the index of the `bm25s` library.
 
-The index is bm25s's (every score computed when it is built, stored by term). Searching is done
-here, because bm25s's own `retrieve` returns arbitrary passages of score 0 when too few match and
-breaks ties arbitrarily.
+The index is bm25s's: every score is computed when it is built, and stored by term. Searching is
+done here, because bm25s's own `retrieve` returns arbitrary passages of score 0 when too few match,
+and breaks ties arbitrarily.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,8 +76,7 @@ def _word_pattern() -> re.Pattern:
 
 
 def words(text: str) -> list[str]:
-  """The words of a text in any script, in order, case folded and without accents (Preradović:
-  preradovic).
+  """The words of a text in any script, in order, case folded, without accents (ć becomes c).
 
   Letters, digits and combining marks make words; everything else separates them. Chinese characters
   and Japanese kana are words by themselves. No word is left out.
@@ -91,16 +90,15 @@ def words(text: str) -> list[str]:
 class BM25:
   """Searches passages by BM25 (Lucene's variant) over title and text.
 
-  score(q, d) = sum over distinct words w of q of
-                idf(w) * tf / (tf + k1 * (1 - b + b * len(d) / mean len)),
-  idf(w) * tf / (tf + k1 * (1 - b + b * len(d) /
-                                                   mean len)),
-  idf(w) = log(1 + (N - df + 0.5) / (df + 0.5)); tf counts w in d, df the passages that hold w, N
-  all.
+      score(q, d) = sum over distinct words w of q of
+                    idf(w) * tf / (tf + k1 * (1 - b + b * len(d) / mean len))
+      idf(w)      = log(1 + (N - df + 0.5) / (df + 0.5))
+
+  tf counts w in d, df the passages that hold w, N all passages.
 
   The same query always gets the same passages: ties go to the passage that comes first in the
-  corpus, and the order and repetition of a query's words do not matter. Several threads may search
-  one object.
+  corpus, and the order and repetition of a query's words make no difference. Several threads may
+  search one object.
   """
 
   def __init__(
@@ -113,16 +111,17 @@ class BM25:
     stemmer: str = "none",
     cache_dir: str | os.PathLike | None = None,
   ):
-    """Builds the index, or maps it from `cache_dir` where the same passages and settings were
-    indexed before.
+    """Builds the index, or maps it from `cache_dir` where it was built before.
 
     Args:
       passages: what to search; at least one with a word in it.
       k1: how slowly repetitions of a word saturate, >= 0.
       b: how much long passages are held back, in [0, 1].
       stop_words: words that are not indexed. None by default: "will", "it" and "the" are also parts
-      of names. stemmer: "none", or "plural" for English plurals. cache_dir: folder that keeps
-      indexes, one subfolder for each content and setting; None keeps none.
+        of names.
+      stemmer: "none", or "plural" for English plurals.
+      cache_dir: folder that keeps indexes, one subfolder for each content and setting; None keeps
+        none.
 
     Raises:
       ValueError: a setting out of range, or nothing to index.
@@ -151,7 +150,7 @@ class BM25:
 
   @functools.cached_property
   def manifest(self) -> dict:
-    """What is searched and how: equal manifests find equal passages."""
+    """Says what is searched and how: equal manifests find equal passages."""
     return {
       "kind": "bm25",
       "format": _FORMAT,

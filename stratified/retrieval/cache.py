@@ -8,12 +8,10 @@ from stratified.retrieval.corpus import Passage, RetrieverError
 
 
 class Cached:
-  """A retriever in front of another: `capacity` queries (with their topk) are remembered, the least
-  recent go first.
+  """Stands in front of a retriever and remembers its last `capacity` queries with their topk.
 
-  What was not found for an error is not remembered. `hits` and `misses` count queries; of equal
-  queries in one call the first is a miss and the others are hits. Several threads may search one
-  object.
+  Errors are not remembered. `hits` and `misses` count queries; of equal queries in one call the
+  first is a miss and the others are hits. Several threads may search one object.
   """
 
   def __init__(self, retriever, capacity: int):

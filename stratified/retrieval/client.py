@@ -1,13 +1,14 @@
 """A retriever behind HTTP: `search(queries, topk)` like every other, over a faulty network.
 
 What becomes of a search:
-  a reply of 429, 5xx, a lost connection, no reply in time, a broken or truncated body: tried again,
-    a bounded number of times, after a random pause that doubles;
-  a reply of 400, 413 ...: the request itself is at fault and is not repeated;
-  still no reply: the request is split, so that one bad query is lost alone. Its place in the
-    results holds a RetrieverError, and the rollout that asked is masked and counted;
-  the server is out of reach: searches wait for it to come back. After `give_up_s` without a usable
-    reply, or where it comes back with another index, RetrieverDown ends the run, whose last
+
+  - A reply of 429 or 5xx, a lost connection, no reply in time, a broken or truncated body: it is
+    tried again, a bounded number of times, after a random pause that doubles.
+  - A reply of 400, 413 ...: the request itself is at fault and is not repeated.
+  - Still no reply: the request is split, so that one bad query is lost alone. Its place in the
+    results holds a RetrieverError, and the rollout that asked is masked and counted.
+  - The server is out of reach: searches wait for it to come back. After `give_up_s` without a
+    usable reply, or where it comes back with another index, RetrieverDown ends the run, whose last
     checkpoint is safe.
 """
 
@@ -38,8 +39,7 @@ _MOST_REPLY_BYTES = 512 * 2**20
 
 
 class RetrieverDown(RuntimeError):
-  """The retriever is gone for longer than the run waits, or is not the one that the run began
-  with."""
+  """The retriever is gone for longer than the run waits, or is another than at the start."""
 
 
 class _Retry(Exception):
@@ -55,8 +55,7 @@ class _Refused(Exception):
 
 
 class Outage:
-  """For how long searches have failed since one last worked; the time between searches does not
-  count."""
+  """Measures how long searches have failed since one worked; time between them does not count."""
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
     self._clock, self._before_s, self._since, self.last = clock, 0.0, None, ""
@@ -112,8 +111,7 @@ class HttpSettings(Settings):
 
 
 class HttpRetriever:
-  """Searches through a server that speaks Search-R1's wire format. One thread at a time may call
-  `search`.
+  """Searches through a server of Search-R1's wire format; one thread at a time may call `search`.
 
   url: http://host:port, with or without /retrieve at its end; a user and a password in it are sent
   and never shown. options: the other fields of HttpSettings.
@@ -147,8 +145,7 @@ class HttpRetriever:
     )
 
   def connect(self, topk: int = 1) -> dict:
-    """Tries one search for `topk` passages; the server's manifest, {} from a server that has no
-    /health.
+    """Tries one search for `topk` passages; returns the server's manifest, {} without /health.
 
     Raises ConnectionError, in one sentence, where nothing that answers like a retriever is there.
     """
@@ -161,8 +158,7 @@ class HttpRetriever:
       ) from error
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage] | RetrieverError]:
-    """One list of at most `topk` passages a query, best first, or the RetrieverError that lost this
-    query.
+    """Searches: at most `topk` passages a query, best first, or the RetrieverError that lost it.
 
     Raises RetrieverDown where there is no hope left.
     """
@@ -226,8 +222,7 @@ class HttpRetriever:
     return first + await self._part(queries[middle:], topk, room, min(retries, 1))
 
   async def _insist(self, queries: list[str], topk: int, retries: int) -> list[list[Passage]]:
-    """Tries until it works or the attempts are used up; those against a server that is down are not
-    counted."""
+    """Tries until it works or the attempts are used up; those while the server is down are free."""
     failures = 0
     while True:
       began = time.monotonic()
@@ -270,8 +265,7 @@ class HttpRetriever:
     return found
 
   async def _send(self, method: str, path: str, timeout_s: float, body: bytes | None = None):
-    """(status, body, headers), all of it within `timeout_s`; raises _Retry where there is no whole
-    reply."""
+    """Sends; returns (status, body, headers) within `timeout_s`; _Retry without a whole reply."""
     try:
       async with asyncio.timeout(timeout_s):
         async with self._client.stream(

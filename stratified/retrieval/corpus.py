@@ -1,7 +1,9 @@
 """Passages, and the JSON Lines files that hold them.
 
-A corpus file is JSON Lines, plain or .gz, in the form of Search-R1 and FlashRAG, one passage a
-  line: {"id": "7", "contents": "\\"Title\\"\\ntext"}
+A corpus file is JSON Lines, plain or .gz, as Search-R1 and FlashRAG have it, one passage a line:
+
+    {"id": "7", "contents": "\\"Title\\"\\ntext"}
+
 A `title` field, where there is one, says what the first line of `contents` is.
 """
 
@@ -21,8 +23,7 @@ class RetrieverError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passage:
-  """A passage of the corpus. `score`, no part of equality, is the retriever's for the query that
-  found it."""
+  """A passage; `score` is the retriever's for the query that found it, no part of equality."""
 
   id: str
   title: str
@@ -31,16 +32,14 @@ class Passage:
 
   @property
   def contents(self) -> str:
-    """The wire form: the title in quotation marks, a newline, the text; without a title the text
-    alone."""
+    """The wire form: title in quotation marks, newline, text; without a title the text alone."""
     return f'"{self.title}"\n{self.text}' if self.title else self.text
 
 
 def passage_from_contents(
   id: str, contents: str, title: str | None = None, score: float | None = None
 ) -> Passage:
-  """Takes `contents` apart: the first line, without quotation marks around it, is the title, the
-  rest text.
+  """Takes `contents` apart: the first line, without its quotation marks, is the title.
 
   Contents of a single line are all text, unless they are the given title and nothing else. A given
   title that the first line does not repeat leaves the contents whole. What `Passage.contents` made
@@ -78,8 +77,7 @@ def read_corpus(path: str | os.PathLike) -> list[Passage]:
 
 
 def corpus_digest(passages: Iterable[Passage]) -> str:
-  """Names passages by their ids and contents, in order: 16 hexadecimal digits, equal wherever they
-  came from."""
+  """Digests passages' ids and contents in order: 16 hexadecimal digits, wherever they came from."""
   digest = hashlib.sha256()
   for passage in passages:
     for part in (passage.id.encode(), passage.contents.encode()):
@@ -89,8 +87,7 @@ def corpus_digest(passages: Iterable[Passage]) -> str:
 
 
 def passage_from_record(record: dict, where: str) -> Passage:
-  """The passage of one line of a corpus; ValueError, naming `where` and the field, where it is
-  none."""
+  """Makes a passage of a corpus line; ValueError, naming `where` and field, where it is none."""
   return passage_from_contents(
     id_field(record, "id", where),
     string_field(record, "contents", where),
@@ -99,8 +96,7 @@ def passage_from_record(record: dict, where: str) -> Passage:
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
-  """Yields (line number from 1, object) for each line of a JSON Lines file, plain or .gz, but blank
-  ones.
+  """Yields (line number from 1, object) of JSON Lines, plain or .gz; skips blank lines.
 
   Raises ValueError, naming file and line, where a line is no JSON object in UTF-8 or a .gz file is
   damaged.
@@ -137,8 +133,7 @@ def json_object(raw: bytes, where: str) -> dict:
 
 
 def string_field(record: dict, name: str, where: str) -> str:
-  """`record[name]`, a non-empty string that has a UTF-8 form, else ValueError with `where` and the
-  field."""
+  """`record[name]`, a non-empty string with a UTF-8 form, or ValueError with `where` and field."""
   value = record.get(name)
   if not isinstance(value, str) or not value.strip():
     present = ", ".join(sorted(record)) or "none"

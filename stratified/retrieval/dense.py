@@ -1,15 +1,15 @@
-"""Dense retrieval: a query's vector, the nearest passages' vectors, the passages themselves.
+"""Dense retrieval: from a query's vector to the nearest passages' vectors, to the passages.
 
-    from stratified.encoder import Encoder
+    from stratified.encoder.text_encoder import Encoder
     retriever = open_dense("DIR/hnsw", Encoder.load(".cache/models/all-minilm-l6-v2"))
     # or, with the encoder that its manifest names:
-    retriever = open_dense("DIR/hnsw",
-    Encoder.matching(manifest.read("DIR/hnsw/manifest.json")["encoder"])) retriever.search(["Who
-    wrote Hamlet?"], topk=3)[0][0].title
+    made = manifest.read("DIR/hnsw/manifest.json")
+    retriever = open_dense("DIR/hnsw", Encoder.matching(made["encoder"]))
+    retriever.search(["Who wrote Hamlet?"], topk=3)[0][0].title
 
 `DIR` is what experiments/build_index.py made. This module knows no encoder: anything with
 `encode(texts, "query")` and a `manifest` will do, as long as the manifest is that of the encoder
-which made the index.
+that made the index.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,7 @@ from stratified.retrieval.store import PassageStore
 
 
 class QueryEncoder(Protocol):
-  """What `Dense` asks of an encoder: unit vectors [len(texts), dimension] and what they depend
-  on."""
+  """What `Dense` asks of an encoder: unit vectors [len(texts), dimension], and a manifest."""
 
   manifest: dict[str, Any]
 
@@ -61,8 +60,7 @@ class Dense:
     self._rerank, self._embeddings = rerank, embeddings
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
-    """Returns for each query at most `topk` passages, best first, their `score` the cosine; none
-    for a blank query.
+    """Returns up to `topk` passages a query, best first, `score` the cosine; none for a blank one.
 
     Raises RetrieverError where a query can't be encoded or a passage can't be read.
     """
@@ -88,8 +86,7 @@ class Dense:
     return hits
 
   def _nearest(self, vectors: np.ndarray, topk: int):
-    """(scores, rows) of each vector, best first; ties go to the passage that comes first in the
-    corpus."""
+    """(scores, rows) of each vector, best first; ties go to the passage first in the corpus."""
     wanted = min(max(topk, self._rerank), self._index.ntotal)
     scores, rows = self._index.search(np.ascontiguousarray(vectors, np.float32), wanted)
     for vector, score, row in zip(vectors, scores, rows):
@@ -101,8 +98,7 @@ class Dense:
 
 
 def _searched(manifest: dict[str, Any]) -> dict[str, Any]:
-  """An index's manifest in every retriever's form: kind, count, corpus (its digest), then the
-  rest."""
+  """An index's manifest in every retriever's form: kind, count, corpus digest, then the rest."""
   encoder = {name: value for name, value in manifest["encoder"].items() if name != "path"}
   index = {name: value for name, value in manifest["index"].items() if name != "bytes"}
   return {

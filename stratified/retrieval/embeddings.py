@@ -1,5 +1,4 @@
-"""Vectors of a corpus on disk: float16 shards as .npy files, written one by one and memory-mapped
-when read.
+"""Vectors of a corpus on disk: float16 shards as .npy files, memory-mapped when read.
 
     DIR/embeddings/manifest.json      encoder, corpus, count, dimension, shard_size
     DIR/embeddings/shard_00000.npy    float16 [shard_size, dimension]; the last one may be shorter
@@ -98,8 +97,8 @@ def encode_corpus(
     directory: where the shards and their manifest go.
     encode: texts -> unit vectors, the encoder's way with passages.
     encoder, corpus: their manifests, kept; another encoder or corpus than the directory's is
-    refused. part: (i, n): make only every n-th shard from the i-th on, so that n machines share the
-    work.
+      refused.
+    part: (i, n) makes only every n-th shard from the i-th on, so that n machines share the work.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)

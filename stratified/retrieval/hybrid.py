@@ -14,9 +14,10 @@ class Hybrid:
   """
 
   def __init__(self, retrievers: Sequence[Any], *, k: float = 60.0, depth: int = 10):
-    """`k` holds back the first ranks (60 in the paper); `depth` is how much of each ranking is
-    read: on 59,479 passages the first 10 gave one point of recall at 3 more than the first 50 or
-    100."""
+    """Sets `k`, which holds back first ranks (60 in the paper), and `depth`, ranks that are read.
+
+    On 59,479 passages the first 10 gave one point of recall at 3 more than the first 50 or 100.
+    """
     if len(retrievers) < 2:
       raise ValueError(
         f"a hybrid of {len(retrievers)} retrievers; give at least two, or use that one alone."
@@ -42,10 +43,10 @@ class Hybrid:
     }
 
   def search(self, queries: Sequence[str], topk: int) -> list[list[Passage]]:
-    """Returns for each query at most `topk` passages, best first; ties go to the earlier retriever.
+    """Returns at most `topk` passages a query, best first; ties go to the earlier retriever.
 
-    A passage is known by its id. Raises what the retrievers raise: a ranking without one of them is
-    another.
+    A passage is known by its id. Raises what the retrievers raise: without one of them the ranking
+    would be another.
     """
     if topk < 1:
       raise ValueError(f"topk is {topk}; it must be at least 1.")

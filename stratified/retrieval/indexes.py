@@ -86,13 +86,11 @@ def build(
   save_every_s: float = 600.0,
   free: int | None = None,
 ) -> pathlib.Path:
-  """Builds the index of all vectors in `directory`, or goes on where a build of the same settings
-  stopped.
+  """Builds the index of all vectors in `directory`, or goes on where such a build stopped.
 
-  What was trained and added is saved after training and then every `save_every_s` seconds. Returns
-  the index's path. Raises MemoryError, before any work, where the index would not fit into free
-  memory (`free` bytes; None asks the system); ValueError where `directory` holds an index of other
-  vectors or settings.
+  Saves after training, then every `save_every_s` seconds. Returns the index's path. Raises
+  MemoryError, before any work, where the index would not fit into free memory (`free` bytes; None
+  asks the system); ValueError where `directory` holds an index of other vectors or settings.
   """
   directory = pathlib.Path(directory)
   count, dimension = len(embeddings), embeddings.dimension
@@ -192,8 +190,7 @@ def add(
   save: Callable[[], None],
   save_every_s: float,
 ) -> None:
-  """Adds the vectors behind those that `index` holds, and calls `save` every `save_every_s`
-  seconds."""
+  """Adds the vectors that `index` lacks, and calls `save` every `save_every_s` seconds."""
   count = len(embeddings)
   _reserve(index, config, count)
   chunk = max(1, memory.CHUNK_BYTES // (4 * embeddings.dimension))
@@ -216,7 +213,7 @@ def add(
 
 
 def _reserve(index, config, count) -> None:
-  """Memory for all codes at once: growing by doubling would hold them twice for a while."""
+  """Reserves memory for all codes: growing by doubling would hold them twice for a while."""
   codes = {"flat": lambda: index, "hnsw": lambda: faiss.downcast_index(index.storage)}.get(
     config.kind
   )

@@ -1,4 +1,4 @@
-"""What an index was made from, as JSON beside it, checked before the index answers anything.
+"""Keeps what an index was made from as JSON beside it, checked before the index answers anything.
 
     {"format": 1, "encoder": {...}, "corpus": {...}, "count": 59479, "dimension": 384,
      "metric": "inner_product", "index": {"kind": "hnsw", ...}}

@@ -1,4 +1,4 @@
-"""How much memory an index takes, told before it is spent, and how much is free."""
+"""Tells how much memory an index takes before it is spent, and how much is free."""
 
 import dataclasses
 import math
@@ -14,8 +14,7 @@ _MIN_TRAINING = 39  # vectors a cell: what faiss asks for before k-means
 
 @dataclasses.dataclass(frozen=True)
 class IndexConfig:
-  """Which index, and its settings; those of other kinds are ignored. 0 chooses by the size of the
-  corpus.
+  """Which index, and its settings; 0 chooses by the size of the corpus.
 
   kind: "flat" (exact), "hnsw" (a graph; fast, largest), "ivf_pq" (cells, product-quantised
     residuals; smallest), "ivf_sq" (cells, scalar-quantised vectors).
@@ -26,9 +25,12 @@ class IndexConfig:
   lists, probes: cells of ivf_*, and how many of them a query looks into. 0: the power of two
     nearest 4 sqrt(count); 256, or a 64th of the cells where that is more.
   code_bytes: bytes of a vector in ivf_pq, a divisor of the dimension; 0 is the one nearest
-  dimension / 4. training_vectors: sample that cells and codes are fitted to; 0 is 64 a cell.
+    dimension / 4.
+  training_vectors: sample that cells and codes are fitted to; 0 is 64 a cell.
   rerank: candidates that are scored again with the float16 vectors on disk, for approximate codes;
     0 is none, -1 is 50 for ivf_pq and none for the others.
+
+  Settings of other kinds are ignored.
   """
 
   kind: str = "flat"
@@ -104,7 +106,7 @@ class IndexConfig:
 
 
 def index_bytes(config: IndexConfig, count: int, dimension: int) -> int:
-  """Memory of a loaded index, from faiss's layout."""
+  """Bytes of a loaded index, from faiss's layout."""
   c = config.settled(count, dimension)
   stored = dimension * STORAGE_BYTES[c.storage]
   if c.kind == "flat":
@@ -119,9 +121,11 @@ def index_bytes(config: IndexConfig, count: int, dimension: int) -> int:
 
 
 def build_bytes(config: IndexConfig, count: int, dimension: int) -> int:
-  """Peak memory of building: the training sample twice (read, normalised), or the index with what
-  grows by copying, whichever is more; and a chunk in its three forms (read, its squares,
-  normalised)."""
+  """Peak bytes of building an index.
+
+  That is the training sample twice (read, normalised), or the index with what grows by copying,
+  whichever is more; and a chunk in its three forms (read, its squares, normalised).
+  """
   c = config.settled(count, dimension)
   size, chunk = index_bytes(c, count, dimension), 3 * min(CHUNK_BYTES, 4 * count * dimension)
   if c.kind == "flat":
@@ -132,16 +136,14 @@ def build_bytes(config: IndexConfig, count: int, dimension: int) -> int:
 
 
 def touched_bytes(config: IndexConfig, count: int, dimension: int) -> int:
-  """What searching a memory-mapped index keeps in memory: all but the cells that no query looks
-  into."""
+  """Bytes that a memory-mapped index keeps in memory: all but cells that no query looks into."""
   c = config.settled(count, dimension)
   size = index_bytes(c, count, dimension)
   return size * c.probes // c.lists if c.kind.startswith("ivf") else size
 
 
 def free_bytes() -> int | None:
-  """Memory that can still be used, page cache included, within the control group's limit; None:
-  unknown."""
+  """Free bytes, page cache included, within the control group's limit; None where unknown."""
   found = []
   try:
     fields = dict(
@@ -168,8 +170,7 @@ def free_bytes() -> int | None:
 def require(
   config: IndexConfig, count: int, dimension: int, needed: int, what: str, free: int | None = None
 ) -> None:
-  """MemoryError where `needed` bytes exceed nine tenths of what is free, naming indexes that would
-  fit."""
+  """Raises MemoryError where `needed` exceeds nine tenths of what is free; names what would fit."""
   free = free_bytes() if free is None else free
   if free is None or needed <= 0.9 * free:
     return

@@ -1,5 +1,4 @@
-"""Retrievers by their config name; what an index searches is compared with what the run is
-about."""
+"""Opens the retriever that a config names, and checks that it searches what the run is about."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -51,14 +50,15 @@ class RetrieverSettings(Settings):
 
 
 def bm25(passages: Sequence[Passage]) -> BM25:
-  """Many passages are indexed once and kept; the few of an encyclopedia are indexed anew faster
-  than they are read."""
+  """Opens BM25: keeps the index of many passages; indexing an encyclopedia anew is faster."""
   return BM25(passages, cache_dir=BM25_CACHE if len(passages) > 10_000 else None)
 
 
 def dense(index: str, encoder: str = "", corpus: str = ""):
-  """The index in a folder, with the encoder that made it, or the one named; `corpus` where its own
-  file has gone."""
+  """Opens a folder's index with the encoder that made it, or the one named.
+
+  corpus: the passages, where the index's own file has gone.
+  """
   from stratified.encoder.text_encoder import (
     Encoder,  # jax and FAISS take seconds to import, and a server of BM25 needs neither
   )
@@ -77,7 +77,7 @@ def hybrid(index: str, passages: Sequence[Passage], encoder: str = "", corpus: s
 
 
 def open_retriever(config, passages: Callable[[], Sequence[Passage]]):
-  """The retriever that `config.retriever` names, over what `passages` gives, with its cache.
+  """Opens the retriever that `config.retriever` names over what `passages` gives, with its cache.
 
   `passages` is called where the passages themselves are needed. Raises ValueError or OSError, in
   one sentence, where it can't be opened or does not search what the config says.
@@ -97,7 +97,7 @@ def open_retriever(config, passages: Callable[[], Sequence[Passage]]):
 
 
 def missing(config) -> list[str]:
-  """What `open_retriever` would lack here, one sentence each with the commands that get it."""
+  """Lists what `open_retriever` would lack, one sentence each with the commands that get it."""
   r = read(RetrieverSettings, config)
   if r.name in ("dense", "hybrid") and not (r.index and pathlib.Path(r.index).is_dir()):
     return [
@@ -130,8 +130,7 @@ def _unreachable(address: str, world: str) -> list[str]:
 
 
 def _check_corpus(config, opened, passages: Callable[[], Sequence[Passage]]) -> None:
-  """A server or an index must search the config's corpus: the encyclopedia's, or the one named by
-  its digest."""
+  """Refuses a server or index of another corpus than the encyclopedia's, or the digest's."""
   r, encyclopedia = config.retriever, config.data.name == "encyclopedia"
   manifest = opened.manifest
   wanted = corpus_digest(passages()) if encyclopedia else r.corpus
@@ -159,8 +158,7 @@ def _named(manifest: dict) -> str:
 
 
 def check_same(workdir: pathlib.Path, retriever) -> None:
-  """A run that goes on must search the index that it began with; workdir/retriever.json keeps its
-  manifest.
+  """Holds a run to the index that it began with, whose manifest workdir/retriever.json keeps.
 
   Raises ValueError, naming what differs.
   """

@@ -1,5 +1,4 @@
-"""A retriever behind HTTP: POST /retrieve in Search-R1's wire format, GET /health with the
-manifest."""
+"""Serves a retriever over HTTP: POST /retrieve in Search-R1's wire format, GET /health."""
 
 import asyncio
 import contextlib
@@ -27,7 +26,7 @@ KEEP_ALIVE_S = (
 def make_app(
   retriever, *, default_topk: int = 3, bounds: wire.Bounds = wire.Bounds(), **batching
 ) -> Starlette:
-  """The ASGI application.
+  """Makes the ASGI application.
 
   Args:
     retriever: `search(queries, topk)` and `manifest`, a dict that says what is searched.
@@ -36,8 +35,8 @@ def make_app(
     batching: settings of Batcher.
 
   Replies: 200; 400, 413 for a request that breaks the wire format or the bounds; 503 with
-    Retry-After where the
-  queue is full; 500 where the search failed. All but 200 carry {"error": "one sentence"}.
+  Retry-After where the queue is full; 500 where the search failed. All but 200 carry
+  {"error": "one sentence"}.
   """
   if not 1 <= default_topk <= bounds.max_topk:
     raise ValueError(
@@ -93,8 +92,7 @@ def make_app(
 
 
 async def _body(request: Request, most: int) -> bytes:
-  """The request's body; refused as soon as it is known to be too long, whatever length was
-  announced."""
+  """Reads the request's body; refuses it once it is too long, whatever length was announced."""
   too_long = wire.BadRequest(
     f"the body is longer than {most} bytes; send fewer queries at once", 413
   )
@@ -125,11 +123,10 @@ async def _not_here(request: Request, error: HTTPException) -> Response:
 
 
 def bind(host: str, port: int) -> socket.socket:
-  """A socket that is not listening yet; raises OSError, in one sentence, where the address can't be
-  had.
+  """Binds a socket that does not listen yet; OSError, one sentence, for an address that is taken.
 
-  Port 0 is any free one. Bound before the index is loaded, so that minutes of loading are not lost
-  to a taken port.
+  Port 0 is any free one. Bind before the index is loaded: minutes of loading are then not lost to a
+  taken port.
   """
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   made = socket.socket(family, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""A passage store: the corpus stays on disk, passages are read by row when they are wanted.
+"""Keeps a corpus on disk and reads passages by row when they are wanted.
 
     store = PassageStore("wiki18.jsonl", offsets="wiki18-offsets.npy")
     store[20_000_000].contents
@@ -35,15 +35,13 @@ _SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
 
 
 class PassageStore(Sequence):
-  """The passages of a JSON Lines corpus (`corpus.read_corpus` says in which form), by row from 0,
-  read on demand.
+  """The passages of a JSON Lines corpus (form: `corpus.read_corpus`), by row from 0, on demand.
 
   Several threads may read one store.
   """
 
   def __init__(self, path: Path, *, offsets: Path | None = None):
-    """Opens a corpus; its lines are found and checked once, then remembered in the file `offsets`
-    (.npy).
+    """Opens a corpus; finds and checks its lines once, then remembers them in `offsets` (.npy).
 
     Raises FileNotFoundError without the corpus; ValueError where a line is no passage, an id comes
     twice, the file holds none, or a .gz file is damaged or unpacks to more than 4 GiB.
@@ -90,8 +88,7 @@ class PassageStore(Sequence):
       ) from error
 
   def sha256(self) -> str:
-    """SHA-256 of the whole (unpacked) corpus; `manifest` holds only that of a sample, which takes
-    no time."""
+    """SHA-256 of the whole (unpacked) corpus; `manifest` has that of a sample, which is fast."""
     digest = hashlib.sha256()
     for start in range(0, self.num_bytes, 1 << 24):
       digest.update(self._read(start, min(self.num_bytes, start + (1 << 24))))
@@ -127,8 +124,7 @@ def _unpacked(path: pathlib.Path) -> bytes:
 
 
 def sample_digest(read: Callable[[int, int], bytes], num_bytes: int) -> str:
-  """SHA-256 of the length and 256 blocks of 64 KiB spread evenly over the file; of all of it up to
-  16 MiB."""
+  """SHA-256 of the length and 256 even blocks of 64 KiB; of all of the file up to 16 MiB."""
   digest = hashlib.sha256(b"%d:" % num_bytes)
   if num_bytes <= _SAMPLES * _SAMPLE_BYTES:
     starts = range(0, num_bytes, _SAMPLE_BYTES)
@@ -140,8 +136,7 @@ def sample_digest(read: Callable[[int, int], bytes], num_bytes: int) -> str:
 
 
 def _scan(path, read, num_bytes) -> tuple[str, np.ndarray]:
-  """(corpus.corpus_digest, where each passage starts, uint64 [count + 1], the last being the end);
-  checks every line.
+  """Checks every line: (corpus.corpus_digest, starts and end of passages, uint64 [count + 1]).
 
   Blank lines belong to the passage in front of them, those at the very start are skipped.
   """
@@ -188,7 +183,7 @@ def _lines(read, num_bytes):
 
 
 def _refuse_repeated_ids(path, ids: list[bytes]) -> None:
-  """Eight bytes of a hash stand for an id: of 21 million ids two agree in one corpus of 80,000."""
+  """Refuses ids of equal 8-byte hash: of 21 million ids two agree in one corpus of 80,000."""
   values = np.frombuffer(b"".join(ids), np.uint64)
   order = np.argsort(values, kind="stable")
   same = np.flatnonzero(values[order][1:] == values[order][:-1])
@@ -210,7 +205,7 @@ def _save_offsets(path: pathlib.Path, sample: str, digest: str, offsets: np.ndar
 def _load_offsets(
   path: pathlib.Path | None, num_bytes: int, sample: str
 ) -> tuple[str, np.ndarray] | None:
-  """The remembered digest and offsets, memory-mapped; None where there are none of this corpus."""
+  """Loads the remembered digest and offsets, memory-mapped; None without any of this corpus."""
   if path is None or not path.is_file():
     return None
   try:

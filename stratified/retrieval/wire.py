@@ -1,5 +1,4 @@
-"""The wire format of a retrieval server, Search-R1's: what goes over HTTP as JSON, and nothing that
-sends it.
+"""Reads and writes the wire format of a retrieval server, Search-R1's JSON; sends nothing.
 
     POST /retrieve  {"queries": ["who ...", ...], "topk": 3, "return_scores": true}
     200  {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 1.5},
@@ -68,8 +67,7 @@ def request_body(queries: Sequence[str], topk: int) -> bytes:
 
 
 def parse_request(body: bytes, *, default_topk: int, bounds: Bounds) -> Ask:
-  """Reads the body of a request; raises BadRequest, which names the field, the value and what it
-  must be."""
+  """Reads a request's body; raises BadRequest with the field, the value and what it must be."""
   try:
     record = json.loads(body)
   except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -162,8 +160,7 @@ def _item(passage: Passage, with_score: bool) -> dict:
 
 
 def _document(passage: Passage) -> dict:
-  """`id` and `contents`; title and text too where `contents` alone would be taken apart in another
-  place."""
+  """`id` and `contents`; title and text too where `contents` alone would split elsewhere."""
   document = {"id": passage.id, "contents": passage.contents}
   if passage_from_contents(passage.id, passage.contents) != passage:
     document |= {"title": passage.title, "text": passage.text}
@@ -176,8 +173,7 @@ def _finite(score: Any) -> float | None:
 
 
 def parse_reply(body: bytes, *, count: int, topk: int) -> list[list[Passage]]:
-  """The passages of each of `count` queries, at most `topk` each; raises ValueError where it makes
-  no sense."""
+  """Reads at most `topk` passages for each of `count` queries; ValueError for nonsense."""
   try:
     record = json.loads(body)
   except (ValueError, RecursionError) as error:
@@ -220,7 +216,7 @@ def error_body(message: str) -> bytes:
 
 
 def error_of(body: bytes) -> str:
-  """The sentence in the body of an error, whoever's server wrote it; "" where there is none."""
+  """Reads the sentence in an error's body, whoever's server wrote it; "" where there is none."""
   try:
     record = json.loads(body)
   except (ValueError, RecursionError):
@@ -230,5 +226,5 @@ def error_of(body: bytes) -> str:
 
 
 def digest(manifest: dict) -> str:
-  """Names the manifest: equal manifests have equal digests, whatever the order of their keys."""
+  """Digests a manifest: equal ones have equal digests, whatever the order of their keys."""
   return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]

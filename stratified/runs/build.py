@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: what was checked here is what the run then uses.
+"""Builds the parts of a run from its config: what was checked here is what the run then uses.
 
     run = build(config)        # ValueError or OSError, in one sentence, for what can't run
 
@@ -22,7 +22,7 @@ from stratified.algorithms.supervised import Supervised
 from stratified.config import read
 from stratified.learner import batching, trial, update
 from stratified.learner import optimizer as optimizers
-from stratified.policy import decoder, lora
+from stratified.policy import decoder, families, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.settings import check_platform, decoder_config, PolicySettings
 from stratified.retrieval import retrievers
@@ -45,8 +45,9 @@ class StageParts:
 class Run:
   """The parts of a run.
 
-  stages: in their order, the warm start first where there is one. task: None where the run was
-  built without one. reward: what a rollout is worth, see rewards.Reward.
+  stages: in their order, the warm start first where there is one.
+  task: None where the run was built without one.
+  reward: what a rollout is worth, see rewards.Reward.
   """
 
   config: Any
@@ -98,13 +99,14 @@ def build(config, *, task: bool = True) -> Run:
 
 
 def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
-  """The parts of a config whose settings are checked, on a mesh; raises ValueError where they do
-  not fit each other or the mesh."""
+  """Makes the parts of a checked config on a mesh; ValueError where they do not fit each other."""
   assign = partition(config)
   method = algorithm(config, assign.num_strata)
   model = dataclasses.replace(model, heads=method.HEADS)
   check_split(config, mesh, model)
   check_adapter(config, model)
+  if config.sampler.name == "sglang":
+    families.check_served(model, config.rollout.max_tokens)
   return Run(
     config, mesh, model, assign, method, stages(config, mesh, model, method, assign.num_strata)
   )
@@ -114,7 +116,7 @@ def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
 
 
 def mesh_of(config, devices=None):
-  """The mesh of `mesh.*` over all devices, or over those given."""
+  """Makes the mesh of `mesh.*` over all devices, or over those given."""
   return sharding.make_mesh(
     **dataclasses.asdict(read(sharding.MeshSettings, config)), devices=devices
   )
@@ -152,8 +154,7 @@ def initial_params(
 
 
 def optimizer(config, *, warm_start: bool = False):
-  """The optimizer of reinforcement learning, or that of the warm start (its own rate, with a cosine
-  decay)."""
+  """Makes the optimizer of reinforcement learning, or the warm start's with a cosine decay."""
   o, w = config.optimizer, config.warm_start
   if warm_start:
     return optimizers.make(
@@ -173,12 +174,12 @@ def optimizer(config, *, warm_start: bool = False):
 
 
 def partition(config, tools=None) -> strata.Partition:
-  """The partition of `strata`; `tools` are the task's, None where they are not known yet."""
+  """Makes the partition of `strata`; `tools` are the task's, None where they are not known yet."""
   return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed, tools=tools)
 
 
 def packing(config, mesh, count: int | None = None, mini_batches: int = 1) -> batching.Packing:
-  """The shapes of a step's batch: of `count` rollouts, or of as many as a training step has."""
+  """Plans the shapes of a step's batch: of `count` rollouts, or of a training step's."""
   shards = mesh.shape["data"] * mesh.shape["fsdp"]
   return batching.Packing.for_rollouts(
     count or config.data.questions_per_step * config.rollout.samples_per_question,
@@ -195,7 +196,7 @@ def host_parts(config) -> tuple[str, ...]:
 
 
 def algorithm(config, num_strata: int) -> Algorithm:
-  """The method of `algorithm.name` with its settings."""
+  """Makes the method of `algorithm.name` with its settings."""
   facts = algorithms.Facts(
     num_strata=num_strata,
     samples_per_question=config.rollout.samples_per_question,
@@ -210,7 +211,7 @@ def algorithm(config, num_strata: int) -> Algorithm:
 
 
 def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[StageParts, ...]:
-  """The parts of every stage: the warm start's, where there is one, and the method's own."""
+  """Makes the parts of every stage: the warm start's, where there is one, and the method's own."""
   found = [warm_start(config, mesh, model)] if config.warm_start.num_steps else []
   repeat = read(update.UpdateSettings, config)
   shapes = packing(config, mesh, mini_batches=repeat.mini_batches)
@@ -245,7 +246,7 @@ def warm_start(config, mesh, model) -> StageParts:
 
 
 def open_task(config) -> base.Task:
-  """The task, data read and retriever open, its held-out questions drawn once.
+  """Opens the task: reads data, opens the retriever, draws the held-out questions once.
 
   Raises ValueError or OSError for a task that can't be, and for limits that its protocol can't
   keep to.
@@ -272,7 +273,7 @@ def enable_compilation_cache() -> None:
 
 
 def check_settings(config) -> None:
-  """Every field against its rule, and fields against each other: neither files nor devices."""
+  """Checks every field against its rule, and fields against each other; no files, no devices."""
   configs.check_all(config, settings.rules())
   read(PolicySettings, config)
   read(lora.LoraSettings, config)
@@ -402,7 +403,7 @@ def check_adapter(config, model: decoder.DecoderConfig) -> None:
 
 
 def missing_parts(config) -> list[str]:
-  """What the run needs and does not find, one sentence each with the command that gets it."""
+  """Lists what the run needs and does not find, one sentence each with the command that gets it."""
   found = _missing_files(config) if named.name_of(config) == "search_qa" else []
   return found + retrievers.missing(config)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run (Orbax), and the rule that a workdir belongs to one config."""
+"""Saves and restores checkpoints of a run (Orbax); holds a workdir to one config."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -35,10 +35,9 @@ def abstract(tree: Any) -> Any:
 class Checkpointer:
   """Saves and restores the whole training state under workdir/checkpoints.
 
-  A checkpoint is written beside its place and renamed into it when it is whole, so a process killed
-  at any moment leaves the checkpoint before. Saving copies the arrays to the host and writes them
-  in the background, since a training step may donate them right after; `close` waits for the last
-  one.
+  A checkpoint is written beside its place and renamed into it when it is whole: a process killed at
+  any moment leaves the checkpoint before. Saving copies the arrays to the host, since a training
+  step may donate them right after, and writes them in the background; `close` waits for the last.
 
   Args:
     workdir: the run's folder.
@@ -63,23 +62,20 @@ class Checkpointer:
     return self._manager.latest_step()
 
   def due(self, step: int) -> bool:
-    """Whether `save` would save that step unforced: what a checkpoint costs to prepare need not be
-    spent otherwise."""
+    """Whether `save` would save that step unforced; otherwise nothing need be prepared for it."""
     return step % self._every == 0
 
   def save(self, step: int, state: Any, *, force: bool = False) -> bool:
-    """Saves `state` under `step` if step is a multiple of `every`, or if forced; says whether it
-    did.
+    """Saves `state` under `step` if that is a multiple of `every`, or forced; says whether it did.
 
-    Saving a step that is there already does nothing, so a run may force its last step without
-    asking.
+    A step that is there already is not saved again, so a run may force its last step unasked.
     """
     if not (self.due(step) or force) or step == self.latest_step:
       return False
     return self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
   def restore_latest(self, abstract_state: Any) -> tuple[Any, int] | None:
-    """(state, step) of the newest whole checkpoint, None if there is none.
+    """Restores (state, step) of the newest whole checkpoint; None if there is none.
 
     Args:
       abstract_state: a tree of jax.ShapeDtypeStruct (see `abstract`); each leaf's sharding is where
@@ -87,7 +83,7 @@ class Checkpointer:
 
     Raises:
       ValueError: the checkpoint has other arrays than `abstract_state` (all are named), or is
-      damaged.
+        damaged.
     """
     self._manager.wait_until_finished()
     step = self.latest_step
@@ -129,8 +125,7 @@ class Checkpointer:
 def restore_part(
   workdir: str | os.PathLike, abstract_part: Mapping[str, Any], step: int | None = None
 ) -> tuple[dict[str, Any], int] | None:
-  """({field: tree}, step) of some fields of the saved state: the rest is not read. None where
-  nothing is saved.
+  """Restores some fields of the saved state alone: ({field: tree}, step); None before the first.
 
   Args:
     abstract_part: field of the state -> its tree of jax.ShapeDtypeStruct.
@@ -217,8 +212,7 @@ def _worth_hearing(record: logging.LogRecord) -> bool:
 def check_config(
   workdir: str | os.PathLike, config: Mapping[str, Any], rules: Mapping[str, Rule]
 ) -> None:
-  """Writes workdir/config.json the first time; later refuses a config that would change the run's
-  results.
+  """Writes workdir/config.json the first time; later refuses a config that changes results.
 
   Fields that change no more than rounding may change, and those that grow may grow; config.json
   then takes the new values. Passwords are not written.

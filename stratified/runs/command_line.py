@@ -1,4 +1,4 @@
-"""What every program's command line has in common: one sentence for a mistake, and exit statuses.
+"""Runs every program's command line alike: one sentence for a mistake, and exit statuses.
 
     if __name__ == "__main__":
       command_line.run(main, config="configs/search_r1.py:tiny")
@@ -46,7 +46,7 @@ def run(
 
 
 def define_choice(name: str, bare: str, choices: Sequence[str], meaning: str) -> flags.FlagHolder:
-  """A flag that may stand alone, `--name`, which then means `--name={bare}`; None without it."""
+  """Defines a flag that may stand alone: `--name` means `--name={bare}`; it is None without."""
   words = {"true": bare} | {choice: choice for choice in choices}
 
   class Parser(flags.ArgumentParser):
@@ -81,7 +81,7 @@ def refuse(text: str) -> None:
 
 
 def sentence(error: Exception, argv: Sequence[str]) -> str:
-  """What is wrong with a command line, in one line, from an exception of absl or ml_collections."""
+  """Says in one line what is wrong with a command line, from an exception of its libraries."""
   text = str(error.args[0] if error.args else error)
   if isinstance(error, AttributeError | KeyError) and (found := re.match(r"\W*(\w+)", text)):
     return _unknown_field(found[1], argv)
@@ -102,7 +102,7 @@ def sentence(error: Exception, argv: Sequence[str]) -> str:
 
 
 def _unknown_field(name: str, argv: Sequence[str]) -> str:
-  """The mistyped field as the command line has it, with the nearest that exist."""
+  """Names the mistyped field as the command line has it, and the nearest that exist."""
   from stratified.runs import settings  # every part's module, which a right command does not need
 
   given = [arg.split("=")[0].removeprefix("--") for arg in argv if arg.startswith("--config.")]
@@ -113,7 +113,7 @@ def _unknown_field(name: str, argv: Sequence[str]) -> str:
 
 
 def _misfit(name: str, value: str) -> str:
-  """What is wrong with a value that is of another type than its field."""
+  """Says what is wrong with a value of another type than its field."""
   from stratified.runs import settings
 
   if name not in settings.rules():

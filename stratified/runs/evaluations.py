@@ -1,4 +1,4 @@
-"""What an evaluation of a config asks, and what its answers depend on."""
+"""Says what an evaluation of a config asks, and what its answers depend on."""
 
 from collections.abc import Sequence
 import hashlib
@@ -14,15 +14,14 @@ from stratified.tasks.search_qa import path_of
 
 
 def for_evaluation(config):
-  """The config with the questions of data.evaluation, where it has any, in place of those of
-  training."""
+  """Puts the questions of data.evaluation, where there are any, in place of training's."""
   if config.data.name == "files" and config.data.evaluation:
     config.data.questions, config.data.split = config.data.evaluation, ""
   return config
 
 
 def question_sets(task: Task, names: Sequence[str] | None, count: int | None) -> Sets:
-  """What is asked: {name: (questions, tools)}.
+  """Chooses what is asked: {name: (questions, tools)}.
 
   names: None takes the task's held-out sets; ["all"] every question set it has (the papers' order).
   count: questions of each, always the first of one fixed order, so that more is a continuation;
@@ -52,7 +51,7 @@ def question_sets(task: Task, names: Sequence[str] | None, count: int | None) ->
 def settings(
   config, *, step: int, samples: int, temperature: float, forced: int | None
 ) -> dict[str, Any]:
-  """What the answers depend on, beside the questions themselves."""
+  """Collects what the answers depend on, beside the questions themselves."""
   kept = files.flatten(config.to_dict())
   for name in unaffected(run_settings.rules(), "answers"):
     kept.pop(name, None)
@@ -69,8 +68,7 @@ def settings(
 
 
 def fingerprint(paths: Sequence[pathlib.Path]) -> str:
-  """Names, sizes, first and last MiB of files: tells other weights under the same name, at no
-  cost."""
+  """Hashes names, sizes, first and last MiB of files: cheap, and finds other weights."""
   digest = hashlib.sha256()
   for path in paths:
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Curves of a run for a viewer beside the report: TensorBoard's event files.
+"""Writes curves of a run for a viewer beside the report: TensorBoard's event files.
 
 A backend is one class: `write` a step's numbers, `close`. The writer opens one for each TensorBoard
 run (the warm start and training count steps of their own).
@@ -18,7 +18,7 @@ with unavailable("torch"):
 
 
 class Backend(Protocol):
-  """What takes the numbers of a run's rows; made with (workdir, name of the curve's run, first)."""
+  """Takes the numbers of a run's rows; made with (workdir, name of the curve's run, first)."""
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Takes the numbers of a step, flushed before this returns."""

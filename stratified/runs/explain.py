@@ -1,4 +1,4 @@
-"""The page of all fields of a config: for a terminal, or as Markdown."""
+"""Writes the page of all fields of a config, for a terminal or as Markdown."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def rows(config) -> list[tuple[str, str, str, str, str]]:
 
 
 def effects(rule: configs.Rule) -> str:
-  """What a field has an effect on, and what that allows on resuming."""
+  """Says what a field has an effect on, and what that allows on resuming."""
   free = not set(rule.affects) - {"rounding"}
   words = [effect.replace("_", " ") for effect in rule.affects] or ["nothing"]
   note = " (free to change)" if free else " (may grow)" if rule.grows else ""

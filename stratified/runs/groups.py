@@ -8,8 +8,7 @@ from stratified.runs.workdir import Run
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-  """The config keys in which runs differ, apart from those in which runs of a group may; absent
-  counts as a value."""
+  """Config keys in which runs differ, but for those in which a group's may; absent is a value."""
   from stratified.runs import settings  # brings jax, which a program that groups nothing need not
 
   ignore = settings.within_group()
@@ -24,8 +23,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def grouped(runs: Sequence[tuple[str | None, Run]]) -> tuple[dict[str, list[Run]], list[str]]:
-  """({label: runs}, notes): by the label given, else by the config keys that differ, in order of
-  appearance."""
+  """Groups runs by the label given, else by the config keys that differ: ({label: runs}, notes)."""
   unnamed = [run for label, run in runs if label is None]
   keys = differing(unnamed)
   names = workdir.short_keys(keys)

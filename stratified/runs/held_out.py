@@ -1,4 +1,4 @@
-"""Held-out questions during training: before its first step, on the way, and after its last."""
+"""Evaluates held-out questions before training's first step, on the way, and after its last."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from stratified.tasks.base import Task
 def evaluate(
   params, task: Task, sampler, *, count: int, forced: int | None = None, only: str | None = None
 ) -> dict:
-  """{set: scores} of every held-out set, or of `only` one, each process making its share.
+  """Evaluates every held-out set, or `only` one: {set: scores}; each process makes its share.
 
   forced: makes every rollout search exactly that often.
   """
@@ -43,8 +43,7 @@ def evaluate(
 
 
 def evaluate_start(config, params, task, sampler, writer, workdir: pathlib.Path) -> None:
-  """The policy before reinforcement learning: by its own choice, and made to search 0, 1, 2, ...
-  times."""
+  """Evaluates the first policy: by its own choice, and made to search 0, 1, 2, ... times."""
   scores = evaluate(params, task, sampler, count=config.eval.questions)
   parts = {"warm_start": {"sets": scores}}
   if config.eval.forced:
@@ -61,7 +60,7 @@ def evaluate_start(config, params, task, sampler, writer, workdir: pathlib.Path)
 
 
 def evaluate_at(config, params, task, sampler, writer, workdir: pathlib.Path, step: int) -> None:
-  """The policy now; evaluation.json keeps the newest."""
+  """Evaluates the policy now; evaluation.json keeps the newest."""
   scores = evaluate(params, task, sampler, count=config.eval.questions)
   writer.write({"step": step} | scoring.metrics_row(scores))
   record(workdir, {"step": step, "sets": scores})

@@ -1,4 +1,4 @@
-"""The rollouts of one training step after another, sampled by all processes together."""
+"""Makes the rollouts of one training step after another, by all processes together."""
 
 from collections.abc import Sequence
 import concurrent.futures
@@ -13,7 +13,7 @@ from stratified.types import Question, Trajectory
 def collect_share(
   task: Task, questions: Sequence[Question], *, indices: Sequence[int] | None = None, **how
 ) -> list[list[Trajectory]]:
-  """[n][K] rollouts of this process's share of the questions; other threads may call it.
+  """Makes [n][K] rollouts of this process's share of the questions; other threads may call it.
 
   indices: the questions' numbers in the random keys, 0, 1, ... unless given. how: see
   `loop.collect`.
@@ -29,16 +29,16 @@ def collect_share(
 
 
 def collect(task: Task, questions: Sequence[Question], **how) -> list[list[Trajectory]]:
-  """The same of all questions: every process makes its share and gets those of the others."""
+  """Makes those of all questions: every process makes its share and gets those of the others."""
   return processes.exchange(collect_share(task, questions, **how), len(questions))
 
 
 class Rollouts:
   """The rollouts of one training step after another.
 
-  With rollout.max_staleness 0 a step's are sampled from its own parameters. With 1 they are sampled
-  from those before, while that update runs: the first step of a process alone, also of a resumed
-  one, waits for its own.
+  With rollout.max_staleness 0, a step's rollouts come from its own parameters. With 1, they come
+  from those before, while that update runs; only the first step of a process, also a resumed one,
+  waits for its own.
   """
 
   def __init__(self, config, task: Task, sampler):
@@ -49,7 +49,7 @@ class Rollouts:
     self._next = None
 
   def take(self, step: int, params) -> tuple[list, dict[str, float]]:
-    """([Q][K] trajectories of the step, their seconds); `params` are what the step updates."""
+    """Takes ([Q][K] trajectories of the step, their seconds); the step updates `params`."""
     groups, times = self._next.result() if self._next else self._begin(step, step, params)()
     self._next = None
     if self._pool and step + 1 < self._config.num_steps:
@@ -59,7 +59,7 @@ class Rollouts:
     return processes.exchange(groups, self._config.data.questions_per_step), times
 
   def _begin(self, step: int, version: int, params):
-    """Loads the parameters; what then samples the step's rollouts, in any thread."""
+    """Loads the parameters; returns what samples the step's rollouts, in any thread."""
     start = time.perf_counter()
     self._sampler.load(params, version)
     load_s = time.perf_counter() - start
@@ -86,8 +86,7 @@ class Rollouts:
     return run
 
   def settle(self) -> None:
-    """Waits for rollouts under way, so that the retriever and a server are free for an
-    evaluation."""
+    """Waits for rollouts under way, so that retriever and servers are free for an evaluation."""
     if self._next:
       concurrent.futures.wait([self._next])
 

@@ -1,5 +1,4 @@
-"""What samples, by a config's `sampler`: in this process, or SGLang servers and the connection with
-them."""
+"""Opens the sampler of a config: in this process, or on SGLang servers."""
 
 import contextlib
 import dataclasses
@@ -53,7 +52,7 @@ class SamplerSettings(Settings):
 
 
 def sampler_config(config, *, greedy: bool = False) -> SamplerConfig:
-  """The settings of the in-process sampler; greedy ones draw nothing."""
+  """Settings of the in-process sampler; a greedy one draws nothing."""
   drawn = read(SamplingSettings, config)
   return read(
     SamplerConfig,
@@ -66,7 +65,7 @@ def sampler_config(config, *, greedy: bool = False) -> SamplerConfig:
 
 
 def settings(config) -> tuple[FleetConfig, PublishConfig]:
-  """Those of SGLang servers. Raises ValueError, one sentence, for what can't run."""
+  """Settings of SGLang servers; ValueError, one sentence, for what can't run."""
   s = read(SamplerSettings, config)
   fleet = read(
     FleetConfig,
@@ -108,7 +107,7 @@ def connect(config, mesh, model: decoder.DecoderConfig, tokenizer) -> Servers:
 
 @contextlib.contextmanager
 def samplers(config, mesh, model: decoder.DecoderConfig, tokenizer):
-  """(training's sampler, a greedy one) of `sampler.name`; connections are closed at the end."""
+  """Opens (training's sampler, a greedy one) of `sampler.name`; closes connections at the end."""
   if config.sampler.name == "jax":
     devices = jax.local_devices()
     devices = devices[: config.sampler.devices or len(devices)]
@@ -122,7 +121,7 @@ def samplers(config, mesh, model: decoder.DecoderConfig, tokenizer):
 
 
 def sampler(config, servers: Servers, *, greedy: bool = False) -> SglangSampler:
-  """A sampler on these servers; training's and a greedy one may share them."""
+  """Makes a sampler on these servers, which training's and a greedy one may share."""
   drawn = read(SamplingSettings, config)
   sampling = Sampling(0.0) if greedy else Sampling(drawn.temperature, drawn.top_p)
   return SglangSampler(servers, sampling)

@@ -1,4 +1,4 @@
-"""All settings of a run: the classes that declare them, and what follows from what they say."""
+"""Lists the classes that declare a run's settings, and derives what follows from them."""
 
 import dataclasses
 import functools
@@ -145,7 +145,7 @@ def default_config():
 
 
 def read_workdir(workdir: pathlib.Path):
-  """The config that a run's folder keeps; a field that it does not have is at its default.
+  """Reads the config that a run's folder keeps; a field that it lacks is at its default.
 
   Raises ValueError for a field that does not exist any more.
   """

@@ -1,8 +1,8 @@
-"""Where the batches of a stage come from, and what its rows hold: demonstrations, or rollouts.
+"""Gives a stage its batches, from demonstrations or from rollouts, and writes its rows.
 
 A source serves `trainer.run_stage`:
 
-    source.start(state)                     before step 1; whether that is worth a checkpoint
+    source.start(state)                     before step 1; says whether that is worth a checkpoint
     batch, row = source.take(step, state)   the step's batch, and what is known of it already
     note = source.finish(step, state, stats, batch, row)    writes the step's row, and more
 """
@@ -24,7 +24,7 @@ from stratified.types import Batch, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-  """What all stages of a run share: its parts, who samples and who judges, where rows go."""
+  """What all stages of a run share: its parts, training's sampler and the judge's, the writer."""
 
   run: build.Run
   workdir: Any
@@ -34,7 +34,7 @@ class Surroundings:
 
 
 class Demonstrations:
-  """The task's scripted demonstrations, imitated."""
+  """Imitates the task's scripted demonstrations."""
 
   label, rate = "warm-start steps", "warm_start.learning_rate"
 
@@ -68,7 +68,7 @@ class Demonstrations:
 
 
 def demonstration_batch(groups, parts: build.StageParts) -> Batch:
-  """A batch of demonstrations [n][1], without rewards or strata."""
+  """Makes a batch of demonstrations [n][1], without rewards or strata."""
   zeros = np.zeros((len(groups), 1), np.int32)
   return batching.collate(
     groups,
@@ -81,7 +81,7 @@ def demonstration_batch(groups, parts: build.StageParts) -> Batch:
 
 
 class Reinforcement:
-  """The policy's own rollouts, rewarded and sorted into strata; evaluated on the way."""
+  """Samples the policy's rollouts, rewards them, sorts them into strata; evaluates on the way."""
 
   label, rate = "training steps", "optimizer.learning_rate"
 

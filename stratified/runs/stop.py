@@ -1,4 +1,4 @@
-"""How a run ends before its last step: asked to, or because its updates are not finite."""
+"""Ends a run before its last step: asked to, or because its updates are not finite."""
 
 import signal
 
@@ -14,8 +14,7 @@ class Unusable(RuntimeError):
 
 
 class Stop:
-  """`asked` turns true at Ctrl-C or SIGTERM, `interrupted` at Ctrl-C; a second one interrupts at
-  once."""
+  """Listens: `asked` at Ctrl-C or SIGTERM, `interrupted` at Ctrl-C; a second one ends at once."""
 
   def __init__(self):
     self.asked = self.interrupted = False

@@ -1,5 +1,4 @@
-"""The runs of a sweep: where each stands, a warm start that several share, one subprocess after
-another."""
+"""Runs the runs of a sweep, one subprocess after another; shares warm starts between them."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -22,8 +21,7 @@ TRAIN = (sys.executable, str(pathlib.Path(__file__).parents[2] / "experiments" /
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """One run: its folder, the setting it belongs to (its name without the seed), its flags, its
-  whole config."""
+  """One run: folder, setting (its name without the seed), flags, whole config."""
 
   name: str
   setting: str
@@ -33,8 +31,7 @@ class Job:
 
 
 class Relay:
-  """Passes Ctrl-C and SIGTERM on to the run at work, once as SIGTERM; a second Ctrl-C interrupts it
-  at once.
+  """Passes Ctrl-C and SIGTERM on to the run at work as SIGTERM; a second Ctrl-C interrupts it.
 
   A run is in a session of its own: the terminal's Ctrl-C would otherwise reach it twice.
   """
@@ -66,8 +63,7 @@ def finished(job: Job) -> bool:
 
 
 def where(job: Job) -> str:
-  """`finished`, `not started`, how far the run is, or that the folder belongs to a run of another
-  config."""
+  """`finished`, `not started`, how far the run is, or that the folder is another config's."""
   run = workdirs.read(job.workdir)
   if finished(job):
     return "finished"
@@ -81,8 +77,7 @@ def where(job: Job) -> str:
 
 
 def share_warm_start(job: Job) -> pathlib.Path | None:
-  """Gives a run that has not begun the finished warm start of another run of the sweep; returns
-  whose, if any.
+  """Copies a finished warm start of the sweep to a run that has not begun; returns whose, if any.
 
   The other run's config must agree in the seed and in everything that a warm start depends on;
   then, on the same machine, its parameters are bit for bit those that this run would reach itself.
@@ -119,8 +114,7 @@ def share_warm_start(job: Job) -> pathlib.Path | None:
 def run_all(
   jobs: Sequence[Job], relay: Relay, *, share: bool = False, train: Sequence[str] = TRAIN
 ) -> dict[str, str]:
-  """Runs what is not finished, in order; returns {name: why it failed}. Stops early once the relay
-  was asked to."""
+  """Runs what is not finished, in order, until the relay is asked: {name: why it failed}."""
   failed, taken = {}, []
   waiting = [job for job in jobs if not finished(job)]
   if len(waiting) < len(jobs):
@@ -146,8 +140,7 @@ def run_all(
 
 
 def _run(job: Job, relay: Relay, train: Sequence[str]) -> tuple[int, str]:
-  """(exit status, last line said) of the run; what it says goes to the terminal and to
-  train.log."""
+  """Runs one: (exit status, last line said); all it says goes to the terminal and train.log."""
   job.workdir.mkdir(parents=True, exist_ok=True)
   command = [*train, *job.flags, f"--workdir={job.workdir}"]
   said = "nothing"

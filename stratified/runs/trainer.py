@@ -1,7 +1,7 @@
-"""The loop over a run's stages and their steps: batch -> update -> row -> checkpoint.
+"""Loops over a run's stages and their steps: batch -> update -> row -> checkpoint.
 
-Every stage has its own checkpoints and goes on from the newest. A stage that a later one has begun
-after is not looked at again.
+Every stage has its own checkpoints and goes on from the newest. Once a later stage has begun, the
+ones before are not looked at again.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
 
 @contextlib.contextmanager
 def seat_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
-  """The seat of a stage; the last one's checkpoints are the run's own."""
+  """Opens the seat of a stage; the last one's checkpoints are the run's own."""
   last = parts is run.last
   weights = Weights(run.config, run.mesh, run.model, parts.optimizer, plain=not last)
   folder = workdir if last else workdir / parts.stage.name
@@ -84,7 +84,7 @@ def seat_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
 
 
 def newest(seats: list[Seat], workdir: pathlib.Path) -> tuple[int, tuple[TrainState, int] | None]:
-  """(number of the stage to go on with, its (state, step) or None at the very start)."""
+  """Finds the stage to go on with: (its number, its (state, step) or None at the very start)."""
   for number, seat in reversed(list(enumerate(seats))):
     try:
       found = seat.saved.restore_latest(seat.weights.abstract())
@@ -101,7 +101,7 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
   stage, weights = seat.parts.stage, seat.weights
   state, step = restored or (weights.begin(params), 0)
   if restored and step:
-    say(f"going on from {stage.name} step {step} of {stage.num_steps}")
+    say(f"going on from step {step} of {stage.num_steps} ({stage.name})")
   with (
     stages.SOURCES[stage.source](seat.parts, around, weights.policy) as source,
     Progress(stage.num_steps, source.label, done=step, active=processes.is_first()) as progress,
@@ -131,14 +131,12 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
         )
   seat.save(step, state, force=True)
   if stop.asked:
-    say(
-      f"stopped at {stage.name} step {step} of {stage.num_steps} and saved; the same command "
-      "goes on"
-    )
+    where = f"step {step} of {stage.num_steps} ({stage.name})"
+    say(f"stopped at {where} and saved; the same command goes on")
   return weights.policy(state)
 
 
 def say(text: str) -> None:
-  """Prints where one process of the run does."""
+  """Prints, in the first process of a run only."""
   if processes.is_first():
     print(text, flush=True)

@@ -1,8 +1,8 @@
-"""What of the policy a run trains and keeps: every weight, or LoRA adapters beside frozen ones.
+"""Holds what of the policy a run trains and keeps: every weight, or adapters beside frozen ones.
 
 Frozen weights are in no checkpoint. They are read again where they came from (the model directory,
-the warm start's last checkpoint, the seed), and refused if they are not the ones that the adapters
-were trained beside.
+the warm start's last checkpoint, the seed), and refused if they are not those beside which the
+adapters were trained.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from stratified.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The state of a run in its three forms: in training, in a checkpoint, and as the decoder that
-  samples."""
+  """A run's state in three forms: in training, in a checkpoint, as the decoder that samples."""
 
   config: Any
   mesh: Any
@@ -40,14 +39,13 @@ class Weights:
 
   @property
   def start_dtype(self) -> str | dict[str, str]:
-    """Of the weights that training starts from: masters are float32, frozen ones are as a forward
-    pass reads them."""
+    """Dtypes of the weights at the start: masters float32, frozen ones as a forward pass reads."""
     if not self.adapter:
       return "float32"
     return {name: decoder.seen_dtype(self.model, name) for name in decoder.weights(self.model)}
 
   def begin(self, params) -> TrainState:
-    """The state at step 0; it takes `params` over."""
+    """Makes the state at step 0 from `params`, which it takes over."""
     if self.adapter:
       params = {name: value.astype(self.start_dtype[name]) for name, value in params.items()}
     return states.init_state(
@@ -72,14 +70,13 @@ class Weights:
     )
 
   def at_rest(self, state: TrainState) -> TrainState:
-    """What a checkpoint keeps of the state: of frozen weights the fingerprint."""
+    """The state as a checkpoint keeps it: frozen weights are a fingerprint."""
     return state._replace(reference=lora.fingerprint(state.reference)) if self.adapter else state
 
   def resume(
     self, restored: tuple[TrainState, int] | None, workdir: pathlib.Path
   ) -> tuple[TrainState, int] | None:
-    """A restored checkpoint as training goes on from it; raises ValueError where the frozen weights
-    have changed."""
+    """Prepares a restored checkpoint for training; ValueError where frozen weights have changed."""
     if restored is None or not self.adapter:
       return restored
     state, step = restored
@@ -94,8 +91,7 @@ class Weights:
   def restore_policy(
     self, workdir: pathlib.Path, step: int | None = None
   ) -> tuple[decoder.Params, int] | None:
-    """(weights, step) of a run's checkpoint, the newest unless `step` says which; None before the
-    first.
+    """Reads (weights, step) of a checkpoint, the newest unless `step` says which; None before any.
 
     Nothing else of the checkpoint is read.
     """
@@ -106,7 +102,7 @@ class Weights:
     return (params if frozen is None else self.merged(frozen, params)), step
 
   def restore_parts(self, workdir: pathlib.Path, step: int | None = None):
-    """(frozen weights or None, what was trained, step) of a checkpoint, None before the first."""
+    """Reads (frozen weights or None, what was trained, step) of a checkpoint; None before any."""
     whole = self.abstract()
     wanted = {"params": whole.params} | ({"reference": whole.reference} if self.adapter else {})
     found = checkpoint.restore_part(workdir, wanted, step)

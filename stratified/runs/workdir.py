@@ -29,8 +29,11 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a workdir holds: its config with dotted keys, the rows of metrics.jsonl, evaluation.json,
-  the files of its rollouts by step, and whole sentences on what is missing or could not be read."""
+  """What a workdir holds.
+
+  Its config with dotted keys, the rows of metrics.jsonl, evaluation.json, the files of its rollouts
+  by step, and sentences on what is missing or could not be read.
+  """
 
   path: pathlib.Path
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -111,22 +114,19 @@ def _object(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
 
 
 def config_of(path: str | os.PathLike) -> dict[str, Any] | None:
-  """The nested config of the run in a workdir, None where there is none. Raises ValueError, naming
-  the file, where it is damaged."""
+  """Reads the nested config of a workdir's run; None without one, ValueError where damaged."""
   file = pathlib.Path(path) / "config.json"
   return files.read_object(file) if file.exists() else None
 
 
 def evaluation_of(path: str | os.PathLike) -> dict[str, Any]:
-  """What evaluation.json of a workdir holds, {} where there is none. Raises ValueError where it is
-  damaged."""
+  """Reads evaluation.json of a workdir; {} without one, ValueError where damaged."""
   file = pathlib.Path(path) / "evaluation.json"
   return files.read_object(file) if file.exists() else {}
 
 
 def find(arguments: Iterable[str]) -> tuple[list[tuple[str | None, pathlib.Path]], list[str]]:
-  """([(label or None, workdir)], notes) of `path` and `label=path`, where a path may be a glob or a
-  folder of runs.
+  """Finds the runs of `path` and `label=path`, a path, glob or folder: ([(label, workdir)], notes).
 
   Names with numbers come in the order of the numbers. A path without a run is named in the notes.
   """
@@ -162,8 +162,7 @@ def natural(name: Any) -> list:
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
-  """Dotted key -> the shortest name that tells it apart: its last part, or what stands before
-  `.name`."""
+  """Maps dotted keys to short names that tell them apart: a last part, or what precedes `.name`."""
   last = {key: key.removesuffix(".name").rpartition(".")[2] for key in keys}
   return {key: name if list(last.values()).count(name) == 1 else key for key, name in last.items()}
 

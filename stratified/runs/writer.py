@@ -1,5 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard events and
-trajectories/step_NNNNNN.jsonl.
+"""Writes metrics.jsonl, TensorBoard events and trajectories/step_NNNNNN.jsonl while a run trains.
 
 The three follow one rule, so that a run that was killed and resumed leaves what an uninterrupted
 one leaves: a row belongs to the step it carries, a step's rows are written before its checkpoint,
@@ -50,13 +49,12 @@ def trajectory_record(
   advantage: float | None,
   tools: Sequence[str] = ("search",),
 ) -> Row:
-  """One rollout as a JSON object: what was asked, every segment as text, and what it was worth.
+  """Makes a rollout a JSON object: what was asked, every segment as text, what it was worth.
 
   Args:
     trajectory: the rollout.
     decode: token ids -> text, special tokens kept.
-    reward, stratum, advantage: the rollout's numbers in the step, None for a rollout lost to a
-    fault.
+    reward, stratum, advantage: the rollout's numbers in the step; None for a lost one.
     tools: names of the tools that are counted under `calls`, called or not.
 
   Returns:
@@ -98,8 +96,10 @@ def trajectory_record(
 def trajectory_records(
   groups, decode: Callable, reward, strata, advantage_qk, tools: Sequence[str] = ("search",)
 ) -> list[Row]:
-  """A `trajectory_record` of each rollout of a step; a lost one has no reward, stratum or
-  advantage. `groups`, `reward`, `strata` and `advantage_qk` are [Q, K]."""
+  """Makes a `trajectory_record` of each rollout of a step; all arguments are [Q, K].
+
+  A lost rollout has no reward, stratum or advantage.
+  """
   rows = []
   for q, group in enumerate(groups):
     for k, trajectory in enumerate(group):
@@ -118,8 +118,7 @@ def trajectory_records(
 
 
 class Writer:
-  """Appends rows and trajectories to a workdir; opening it cuts the workdir back to the restored
-  step.
+  """Appends rows and trajectories to a workdir, which it first cuts back to the restored step.
 
   Args:
     workdir: the run's folder, made if missing.
@@ -165,8 +164,8 @@ class Writer:
     """Appends one row, flushed to the system before returning, and its numbers to TensorBoard.
 
     A row carries `step` (training and evaluation) or `warm_start/step`. Values are numbers,
-    strings, None or 0-d arrays. A number that is not finite is written as null, JSON having no word
-    for it, and named with its value under `not_finite`.
+    strings, None or 0-d arrays. JSON has no word for a number that is not finite: it is written as
+    null, and named with its value under `not_finite`.
 
     Raises:
       ValueError: the row carries no step, or an earlier step than a row before it.
@@ -193,8 +192,7 @@ class Writer:
     self._write_curves(run, step, row)
 
   def write_trajectories(self, step: int, records: Iterable[Row]) -> None:
-    """Writes trajectories/step_NNNNNN.jsonl, one `trajectory_record` a line, whole or not at
-    all."""
+    """Writes trajectories/step_NNNNNN.jsonl, a `trajectory_record` a line, whole or not at all."""
     if self._active:
       with files.replacing(trajectory_path(self._workdir, step)) as part:
         part.write_bytes(b"".join(files.json_line(_finite(record)) for record in records))
@@ -213,7 +211,7 @@ class Writer:
     self.close()
 
   def _write_curves(self, run: str, step: int, row: Row) -> None:
-    """Warm start and training are two runs for a viewer, each with steps of its own."""
+    """Writes warm start and training as two runs for a viewer, each with steps of its own."""
     if run not in self._backends:
       last = self._purge[run]
       self._backends[run] = self._backend(
@@ -230,10 +228,9 @@ class Writer:
 
 
 def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
-  """Drops the first row beyond the restored step and all after it (rows are in time order); returns
-  the rest.
+  """Drops the first row beyond the restored step and all after it; returns the rest.
 
-  A last line that a killed process left half-written goes as well.
+  Rows are in the order of time. A half-written last line, left by a killed process, goes too.
   """
   if not path.exists():
     return []
@@ -266,7 +263,7 @@ def _remove_trajectories(folder: pathlib.Path, last_step: int) -> None:
 
 
 def _plain_row(row: Mapping[str, Any]) -> Row:
-  """The row with plain Python values; what is not finite is None and named under `not_finite`."""
+  """Makes a row of plain Python values; what is not finite is None and named in `not_finite`."""
   plain = {
     key: value if value is None or isinstance(value, str) else np.asarray(value).item()
     for key, value in row.items()
@@ -280,8 +277,7 @@ def _plain_row(row: Mapping[str, Any]) -> Row:
 
 
 def _finite(value: Any) -> Any:
-  """`value` with every number that is not finite, however deep, replaced by None; arrays become
-  plain."""
+  """Replaces every number that is not finite, however deep, by None; makes arrays plain."""
   if isinstance(value, Mapping):
     return {key: _finite(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):

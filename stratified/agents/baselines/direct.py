@@ -52,7 +52,7 @@ Question: {question}
 def answer_once(
   setting: Setting, question: Question, key: Key, prompt_ids: tuple[int, ...]
 ) -> Rollout:
-  """One generation, which is to answer: direct inference and chain of thought."""
+  """Generates once, to answer: direct inference and chain of thought."""
   agent = Agent(setting, question, key, prompt_ids)
   return (yield from agent.to_end(answer(agent)))
 

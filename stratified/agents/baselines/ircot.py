@@ -1,9 +1,9 @@
 """IRCoT: searches with the question, then with each sentence of reasoning (arXiv 2212.10509).
 
-What differs from the paper: passages are put in where they were found and not in front of the
-question, so that a rollout is one sequence whose prefix never changes (it can be trained on, and
-its cache be kept); a line is a sentence; where its budget ends the answer is begun for the policy,
-in place of a second reader.
+It differs from the paper in three points. Passages stand where they were found, not in front of the
+question, so a rollout is one sequence whose prefix never changes: it can be trained on, and its
+cache kept. A line is a sentence. Where the budget ends, the answer is begun for the policy, in
+place of a second reader.
 """
 
 import re
@@ -75,7 +75,7 @@ Question: {question}
 def interleave(
   setting: Setting, question: Question, key: Key, prompt_ids: tuple[int, ...]
 ) -> Rollout:
-  """IRCoT: a search with the question, then a search with each sentence until one holds an answer.
+  """Searches with the question, then with each sentence until one holds an answer.
 
   The first search counts among max_turns. A passage is put in the first time that it is found. A
   sentence without a word searches nothing and counts as invalid. After the last search the answer
@@ -103,7 +103,7 @@ def interleave(
 
 
 def search_with(agent: Agent, text: str, seen: set[str]):
-  """Searches with a sentence and feeds what is new; the ids of those passages."""
+  """Searches with a sentence, feeds what is new, and returns the ids of those passages."""
   setting = agent.setting
   query = " ".join(TAGS_IN_TEXT.sub(" ", text).split())
   if not any(character.isalnum() for character in query):

@@ -1,7 +1,7 @@
 """Moves that several baselines are made of, and the examples that their prompts share.
 
-Token ids, budgets, faults and forced numbers of searches are the agent's. Answers stand between
-<answer> tags, so that one metric reads all methods.
+Token ids, budgets, faults and forced numbers of searches are the agent's business. Answers stand
+between <answer> tags, so that one metric reads all methods.
 """
 
 import functools
@@ -27,8 +27,7 @@ English author Mary Shelley.</information>"""
 
 
 def answer(agent: Agent, begin: bool = False) -> Turns:
-  """The last generation; `begin` feeds the answer's opening for the policy, as a forced answer does
-  anyway."""
+  """Makes the last generation; `begin` feeds the answer's opening, as a forced answer does too."""
   forced = ANSWER if begin else None
   agent.feed(opening_of_answer(agent) if begin else opening(agent.setting, agent.num_calls()))
   text, action = yield from agent.generate(final=True, forced=forced)
@@ -43,12 +42,12 @@ def opening_of_answer(agent: Agent) -> tuple[int, ...]:
 
 
 def room_before_answer(agent: Agent) -> int:
-  """Tokens that may be taken so that an answer that is begun for the policy still fits."""
+  """Tokens that may be taken and leave room for an answer that is begun for the policy."""
   return agent.room() - agent.setting.limits.answer_tokens - len(opening_of_answer(agent))
 
 
 def retrieve_into_prompt(agent: Agent):
-  """Searches with the question and puts the passages where the prompt is cut; the passages."""
+  """Searches with the question, puts the passages where the prompt is cut, and returns them."""
   setting = agent.setting
   rest = prompt_pieces(setting, agent.question.text)[1:]
   (found,) = yield from agent.run("", (("search", agent.question.text.strip()),))

@@ -1,8 +1,10 @@
-"""The methods that are compared with a trained search agent and learn nothing, by name.
+"""Names the methods that learn nothing and are compared with a trained search agent.
 
-    direct     answer at once                        cot  reason, then answer
-    rag        search once, with the question        ircot  search with each sentence
-    search_o1  search inside the reasoning; condense what was found
+    direct     answers at once
+    cot        reasons, then answers
+    rag        searches once, with the question
+    ircot      searches with each sentence
+    search_o1  searches inside the reasoning; condenses what was found
 
 Each is a protocol with the generator of its rollout beside `agent.run`, and has two wordings:
 `NAME_few_shot` shows worked examples to a model that follows no instruction.

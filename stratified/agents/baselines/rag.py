@@ -46,7 +46,7 @@ Question: {question}
 def retrieve_first(
   setting: Setting, question: Question, key: Key, prompt_ids: tuple[int, ...]
 ) -> Rollout:
-  """One search, with the question itself, then one generation: retrieval-augmented generation."""
+  """Searches once with the question itself, then generates: retrieval-augmented generation."""
   agent = Agent(setting, question, key, prompt_ids)
 
   def turns() -> Turns:

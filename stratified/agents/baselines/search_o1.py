@@ -119,9 +119,9 @@ Fact:"""
 class Digest:
   """The wording of the pass that condenses what a search found.
 
-  template: `{question}`, `{reasoning}` (the rollout's own text so far), `{query}` and `{passages}`
-    stand for what it is about. stops: strings that end the generation, beside the end-of-text
-    token.
+  template: a text in which `{question}`, `{reasoning}` (the rollout's own text so far), `{query}`
+    and `{passages}` stand for what it is about.
+  stops: strings that end the generation, beside the end-of-text token.
   """
 
   template: str
@@ -131,14 +131,16 @@ class Digest:
 def search_and_condense(
   setting: Setting, question: Question, key: Key, prompt_ids: tuple[int, ...], *, digest: Digest
 ) -> Rollout:
-  """The search agent whose observations are condensed first, in a generation of its own."""
+  """Runs the search agent, each observation condensed first in a generation of its own."""
   agent = Agent(setting, question, key, prompt_ids)
   return (yield from agent.to_end(agent.take_turns(functools.partial(_condense, digest))))
 
 
 def _condense(digest: Digest, agent: Agent, calls: Calls, results: Sequence[Sequence[Passage]]):
-  """The Information to feed in place of the passages; passages are condensed together, none found
-  is told as is."""
+  """Makes the Information to feed in place of the passages, which are condensed together.
+
+  That nothing was found is told as it is.
+  """
   setting = agent.setting
   protocol, limits = setting.protocol, setting.limits
   whole = protocol.information(results)
@@ -158,8 +160,7 @@ def _condense(digest: Digest, agent: Agent, calls: Calls, results: Sequence[Sequ
 def _digest_context(
   digest: Digest, agent: Agent, queries, whole: Information, limit: int
 ) -> tuple[int, ...]:
-  """Token ids of the condensing prompt, at most `limit`: of the reasoning its end, of the passages
-  what fits."""
+  """Encodes the condensing prompt in `limit` tokens: the reasoning's end, passages that fit."""
   setting, render = agent.setting, agent.setting.protocol.render
   texts = {
     "question": agent.question.text,

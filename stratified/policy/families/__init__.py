@@ -1,8 +1,8 @@
-"""Families of Hugging Face models, one module each, and config.json files read and written by them.
+"""Reads and writes config.json by families of Hugging Face models, each a module of its own.
 
 A family says how its config.json becomes the fields of a DecoderConfig and back, and which weights
-its checkpoints call by other names (`common.Family`). A new one is a module of its own and its line
-in FAMILIES; what it computes must be among the decoder's switches.
+its checkpoints call by other names (`common.Family`). To add one, write its module and its line in
+FAMILIES; what it computes must be among the decoder's switches.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _OF_THE_RUN = ("heads", "family", "dtype", "remat", "attention", "unroll")
 
 
 def names(config: DecoderConfig) -> Mapping[str, str]:
-  """The weights that the config's family calls otherwise than `weights.ROWS`, and what."""
+  """Names the weights that the config's family calls otherwise than `weights.ROWS`."""
   kind = config.family or _kind_of(config)
   return FAMILIES[kind].names if kind else {}
 
@@ -43,8 +43,7 @@ def _kind_of(config: DecoderConfig) -> str:
 
 
 def load_config(directory: str | os.PathLike, **overrides) -> DecoderConfig:
-  """The decoder that `directory`/config.json describes; `overrides` replace fields (dtype, remat,
-  attention, heads).
+  """Reads `directory`/config.json; `overrides` replace fields (dtype, remat, attention, heads).
 
   Raises FileNotFoundError without a config.json, and ValueError naming the value that the decoder
   does not implement: another architecture, a window where its architecture has none, rotary scaling
@@ -102,7 +101,7 @@ def _family_of(raw: dict) -> Family:
 
 
 def resolve(config: DecoderConfig) -> DecoderConfig:
-  """The config with a family: its own, or the first that computes the same.
+  """Gives the config a family: its own, or the first that computes the same.
 
   A family fits where the config.json that it writes reads back as the same decoder. Raises
   ValueError where none does.
@@ -119,7 +118,7 @@ def resolve(config: DecoderConfig) -> DecoderConfig:
 
 
 def _differences(family: Family, config: DecoderConfig) -> list[str]:
-  """The fields, as NAME=VALUE, that the family's config.json does not read back."""
+  """Lists the fields, as NAME=VALUE, that the family's config.json does not read back."""
   run = {name: getattr(config, name) for name in _OF_THE_RUN}
   wanted = dataclasses.asdict(config)
   try:
@@ -133,9 +132,9 @@ def _differences(family: Family, config: DecoderConfig) -> list[str]:
 
 
 def check_served(config: DecoderConfig, max_tokens: int) -> None:
-  """Refuses what an SGLang server would compute otherwise than the decoder: rollouts longer than a
-  window that it does not keep, a rotary scaling that it passes over.
+  """Refuses what an SGLang server would compute otherwise than the decoder.
 
+  That is a rollout longer than a window that it does not keep, or a rotary scaling that it ignores.
   Raises ValueError; max_tokens is the longest rollout.
   """
   family = FAMILIES[resolve(config).family]

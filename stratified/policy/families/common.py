@@ -1,5 +1,4 @@
-"""What the families' config.json files share: sizes, rotary positions, layers with a window, and
-the refusal of what the decoder does not compute.
+"""Reads what the families' config.json files share: sizes, rotary positions, windows, refusals.
 
 `raw` is a config.json as a dict; `fields` are those of `DecoderConfig`.
 """
@@ -20,7 +19,8 @@ class Family:
   """One family of Hugging Face models.
 
   read: config.json -> the fields of its DecoderConfig; ValueError for what the decoder does not
-    compute. write: a DecoderConfig -> the keys of config.json beside those of `keys`.
+    compute.
+  write: a DecoderConfig -> the keys of config.json beside those of `keys`.
   names: the weights that its checkpoints call otherwise than `weights.ROWS` does.
   served: the fields that SGLang heeds, among those that some of its models pass over
     (python/sglang/srt/models/ there): "window", "rope_scaling".
@@ -112,7 +112,7 @@ def windows(local: Sequence[bool], size: int | None) -> Fields:
 
 
 def refuse_windows(raw: Raw) -> None:
-  """For a family without them."""
+  """Refuses windows, for a family without them."""
   local = local_layers(raw) or after_layer(raw)
   refuse(
     [

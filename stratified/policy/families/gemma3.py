@@ -1,5 +1,8 @@
-"""Gemma 3, text only: norms of 1 + weight before and after each block, a scaled embedding, GELU,
-and local layers with a window and a rotary base of their own between global ones."""
+"""Gemma 3, text only.
+
+It has norms of 1 + weight before and after each block, a scaled embedding, GELU, and local layers
+with a window and a rotary base of their own between global ones.
+"""
 
 from stratified.policy.families import common
 

@@ -1,5 +1,4 @@
-"""Hugging Face model directories in and out: config.json and safetensors weights <-> `decoder`'s
-flat table.
+"""Reads and writes Hugging Face model directories: config.json, and weights as a flat table.
 
     config = load_config(directory)
     params = load_params(
@@ -61,16 +60,19 @@ def load_params(
   dtype=None,
   sharding_of: Callable[[str], jax.sharding.Sharding | None] | None = None,
 ) -> decoder.Params:
-  """The weights as `decoder.weights(config)` names and shapes them.
+  """Reads the weights as `decoder.weights(config)` names and shapes them.
 
   dtype: of the result, of all or by the decoder's name; None keeps the directory's (a stack whose
     layers differ takes the wider).
   sharding_of: the sharding to put each named weight on; None is the default device.
-  Only what this process's devices hold of a weight is read, one device's part after the other: on
-  the host there is never more than one such part beside the result. Raises FileNotFoundError where
-  a file is missing; ValueError where one is truncated, or a tensor is missing, has another shape
-  than `config` says, is quantised, or has no place in the decoder. All of it before any weight is
-  read. What no directory has (extra heads) starts anew, in float32 where `dtype` does not say.
+
+  Reads only what this process's devices hold of a weight, one device's part after the other: the
+  host never holds more than one such part beside the result. What no directory has (extra heads)
+  starts anew, in float32 where `dtype` does not say.
+
+  Raises FileNotFoundError where a file is missing; ValueError where one is truncated, or a tensor
+  is missing, has another shape than `config` says, is quantised, or has no place in the decoder.
+  All of that comes before any weight is read.
   """
   directory = pathlib.Path(directory)
   with contextlib.ExitStack() as stack:
@@ -94,7 +96,7 @@ def _start(weight: Weight, dtype) -> Callable[[tuple[slice, ...]], np.ndarray]:
 
 
 def stored_dtypes(directory: Path) -> dict[str, str]:
-  """Tensor name -> the name of its dtype, as a directory has them; for `save` to write the same."""
+  """Maps a directory's tensor names to their dtypes' names, for `save` to write the same."""
   with contextlib.ExitStack() as stack:
     files = safetensors.open_all(pathlib.Path(directory), stack)
     codes = {stored: file.get_slice(stored).get_dtype() for stored, file in files.items()}
@@ -104,8 +106,7 @@ def stored_dtypes(directory: Path) -> dict[str, str]:
 
 
 def _tensors_of(config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-  """(decoder's name, the directory's name, the shape there) of every tensor that `config` asks
-  for."""
+  """Yields (decoder's name, directory's name, shape there) of every tensor that `config` needs."""
   for name, weight in decoder.weights(config).items():
     for _, stored in _parts(weight):
       yield name, stored, weight.stored_shape
@@ -171,8 +172,7 @@ def _equal(files, first, second) -> bool:
 
 
 def _read(files, weight: Weight, dtype, region: tuple[slice, ...]) -> np.ndarray:
-  """A rectangle of a stacked weight; of each stored tensor no more is read than the block that
-  holds its part."""
+  """Reads a rectangle of a stacked weight, of each stored tensor only the block with its part."""
   parts = [stored for _, stored in _parts(weight)]
   if dtype is None:
     dtype = jnp.result_type(
@@ -188,7 +188,7 @@ def _read(files, weight: Weight, dtype, region: tuple[slice, ...]) -> np.ndarray
 
 
 def _read_part(files, weight: Weight, stored: str, region) -> np.ndarray:
-  """A rectangle of one stored tensor, in the decoder's order of axes.
+  """Reads a rectangle of one stored tensor, in the decoder's order of axes.
 
   The directory flattens a projection's outputs into rows, its inputs into columns, and a bias into
   a vector: a cut of the first of the axes flattened together is a cut there, one of the others is
@@ -219,8 +219,7 @@ def _read_part(files, weight: Weight, stored: str, region) -> np.ndarray:
 
 
 def _placed(read: Callable[[tuple[slice, ...]], np.ndarray], shape, sharding) -> jax.Array:
-  """The array whose parts on this process's devices are what `read` gives; a part on several is
-  read once."""
+  """Makes an array of what `read` gives for this process's devices; reads a shared part once."""
   bounded = lambda index: tuple(
     slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True)
   )
@@ -263,9 +262,11 @@ def save(
   tokenizer_files: files to copy, or the model directory the weights came from: then its tokenizer,
     chat template, generation settings, token ids and longest position are taken over.
   extra: further keys of config.json (eos_token_id, max_position_embeddings, ...).
-  shard_bytes: the most that a file holds; the weights are then several files with an index. None is
-  one file. The weights are written one layer at a time and appear under their names when they are
-  whole. Extra heads are left out. With several processes every one must call; the first writes.
+  shard_bytes: the most that a file holds; the weights are then several files with an index. None
+    makes one file.
+
+  Weights are written one layer at a time and appear under their names when they are whole. Extra
+  heads are left out. With several processes every one must call; the first writes.
   """
   directory = pathlib.Path(directory)
   stored = {name: shape for _, name, shape in _tensors_of(config)}
@@ -323,8 +324,7 @@ def _tokenizer(files) -> tuple[list[pathlib.Path], dict[str, Any]]:
 def stored_tensors(
   config: decoder.DecoderConfig, params: decoder.Params, dtype: str | Mapping[str, str] = "float32"
 ) -> Iterator[tuple[str, np.ndarray]]:
-  """(name, tensor on the host) in the directory's layout, one by one, of anything shaped like the
-  params."""
+  """Yields (name, tensor on the host) in the directory's layout, of anything shaped like params."""
   for name, weight in decoder.weights(config).items():
     shape = weight.stored_shape
     for index, stored in _parts(weight):
@@ -340,7 +340,7 @@ def stored_tensors(
 
 
 def on_host(value) -> np.ndarray:
-  """A whole array on this host, wherever its parts lie; every process must ask."""
+  """Brings a whole array to this host, wherever its parts lie; every process must ask."""
   if getattr(value, "is_fully_addressable", True):
     return np.asarray(value)
   return multihost_utils.process_allgather(value, tiled=True)

@@ -1,4 +1,4 @@
-"""LoRA adapters as a directory in PEFT's layout: adapter_config.json and adapter_model.safetensors.
+"""Writes LoRA adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
 PEFT keeps each layer's factors apart, as the weights of two linear layers: lora_A [rank, inputs],
 lora_B [outputs, rank], under `base_model.model.` and the module's own name; its update is
@@ -31,8 +31,7 @@ def save(
   base: str,
   dtype: str = "float32",
 ) -> None:
-  """Writes adapters that peft.PeftModel loads beside the model in `base`, a directory or a hub's
-  name for one.
+  """Writes adapters that peft.PeftModel loads beside the model `base`, a directory or a hub's name.
 
   dtype: float32, bfloat16 or float16. Raises ValueError for another, for a value that it can't
   hold, and for adapters that are not those of `config` and `lora`. Extra heads, which are trained

@@ -1,4 +1,4 @@
-"""safetensors files of a model directory: opened without reading, written one tensor at a time.
+"""Opens safetensors files without reading them, and writes them one tensor at a time.
 
 A file is the length of a header, the header (JSON: dtype, shape and place of each tensor), and the
 bytes of each.
@@ -37,8 +37,7 @@ class Spec(NamedTuple):
 
 
 def open_all(directory: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-  """Tensor name -> the open file that holds it, from model.safetensors or from the shards of its
-  index.
+  """Maps tensor names to open files: model.safetensors, or the shards of its index.
 
   Raises FileNotFoundError where a file is missing, ValueError where one is damaged or lacks what
   the index says it has.
@@ -92,11 +91,9 @@ def write_model(
   tensors: Iterator[tuple[str, np.ndarray]],
   shard_bytes: int | None = None,
 ) -> None:
-  """Writes tensors, in the order of `specs`, into model.safetensors, or into files of `shard_bytes`
-  with an index.
+  """Writes tensors in the order of `specs`, to one file or to files of `shard_bytes` and an index.
 
-  What is replaced are the files of an earlier model in that directory, and only when all of the new
-  ones are whole.
+  Replaces the files of an earlier model in that directory, only when all of the new ones are whole.
   """
   groups = _groups(specs, shard_bytes)
   many = len(groups) > 1
@@ -149,7 +146,7 @@ def _groups(specs, shard_bytes) -> list[dict[str, Spec]]:
 def write(
   path: pathlib.Path, specs: Mapping[str, Spec], tensors: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-  """One file. Raises ValueError where a value is not finite in the dtype that it is written in."""
+  """Writes one file; ValueError where a value is not finite in the dtype that it is written in."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   end = 0
   for name, spec in specs.items():

@@ -1,0 +1,186 @@
+"""Every field of a method reaches the numbers: a changed field changes them, alone.
+
+The parts come from a config as `runs.build` makes them, so that a field which is read and dropped,
+or handed to the wrong part, fails here.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_rollouts import collate, random_groups, trajectory
+
+from configs import search_r1
+from stratified.algorithms.base import Outputs
+from stratified.learner import update
+from stratified.runs import build, settings
+from stratified.types import Call, Question, Turn
+
+# field: (what else must be set for it to matter, another value than the preset's or that).
+CASES = {
+  "algorithm.name": ({}, "ppo"),
+  "advantage.name": ({}, "gn"),
+  "advantage.alpha": ({}, 0.1),
+  "advantage.eps": ({}, 0.3),
+  "advantage.ddof": ({}, 1),
+  "advantage.alpha_end": ({"advantage.alpha_steps": 4, "advantage.alpha_end": 0.5}, 0.0),
+  "advantage.alpha_steps": ({"advantage.alpha_end": 0.0, "advantage.alpha_steps": 4}, 2),
+  "advantage.kappa": ({"advantage.name": "shrunk"}, 3.0),
+  "advantage.lam": ({"advantage.name": "two_term"}, 0.2),
+  "advantage.over": ({}, "batch"),
+  "advantage.fallback": ({"advantage.name": "san"}, "gn"),
+  "advantage.fallback_on": ({"advantage.name": "san", "advantage.fallback": "gn"}, "constant"),
+  "advantage.match_rms": ({}, "question"),
+  "loss.clip_ratio": ({}, 0.01),
+  "loss.clip_ratio_high": ({}, 0.01),
+  "loss.dual_clip": ({}, 1.01),
+  "loss.kl_coefficient": ({}, 0.5),
+  "loss.kl_estimator": ({"loss.kl_coefficient": 0.5}, "k1"),
+  "loss.aggregation": ({}, "sequence_mean"),
+  "loss.old_log_probs": ({}, "sampler"),
+  "loss.importance": ({"loss.importance_cap": 1.5}, "sequence"),
+  "loss.importance_cap": ({}, 1.05),
+  "ppo.gamma": ({"algorithm.name": "ppo"}, 0.5),
+  "ppo.lam": ({"algorithm.name": "ppo"}, 0.5),
+  "ppo.whiten": ({"algorithm.name": "ppo"}, False),
+  "ppo.value_coefficient": ({"algorithm.name": "ppo"}, 2.0),
+  "ppo.value_clip": ({"algorithm.name": "ppo"}, 0.01),
+  "gigpo.gamma": ({"algorithm.name": "gigpo"}, 0.3),
+  "gigpo.omega": ({"algorithm.name": "gigpo"}, 0.3),
+  "gigpo.similarity": ({"algorithm.name": "gigpo"}, 0.5),
+  "gigpo.normalize": ({"algorithm.name": "gigpo"}, False),
+}
+SECTIONS = ("advantage", "loss", "ppo", "gigpo", "algorithm")
+
+
+def test_every_field_of_a_method_has_a_case():
+  fields = {name for name in settings.rules() if name.split(".")[0] in SECTIONS}
+  assert fields == CASES.keys()
+
+
+def config_of(changes):
+  config = search_r1.get_config("tiny")
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def rollouts():
+  """Two questions, four rollouts; turns repeat a state, nearly repeat one, differ, or are one."""
+  groups = random_groups(2, 4, seed=6, longest=16)
+  seen = (11, 12, 13, 14, 15, 16)
+  for q, group in enumerate(groups):
+    for k in (0, 1, 2):
+      read = (*seen[:4], 20 + k, 16) if k == 2 else seen
+      group[k] = trajectory(
+        ("prompt", [1]),
+        ("policy", [2, 3 + k]),
+        ("observation", list(read)),
+        ("policy", [4 + q]),
+        sample=k,
+        question=Question(f"q{q}", "Who?", ("Ada",)),
+      )
+    group[3] = trajectory(("prompt", [1]), ("policy", [2, 9]), sample=3)
+  return groups
+
+
+def numbers(changes) -> np.ndarray:
+  """Loss and gradient of the config's method in the outputs of a fixed batch, at step 1."""
+  config = config_of(changes)
+  algorithm = build.algorithm(config, num_strata=4)
+  rng = np.random.default_rng(3)
+  batch = collate(
+    rollouts(),
+    rewards=np.float32([[1, 0, 0.5, 1], [1, 1, 1, 0.25]]),
+    strata=np.array([[0, 0, 1, 2], [1, 1, 1, 0]]),
+    num_strata=4,
+    algorithm=algorithm,
+    rows=8,
+    length=24,
+  )
+  shape = batch.token_art.shape
+  drawn = lambda scale: jnp.asarray(rng.normal(-1.5, scale, shape), jnp.float32)
+  heads = lambda: {name: drawn(0.5) + 1.5 for name in ("value",)}
+  before = Outputs(drawn(0.4), drawn(0.1), drawn(0.4), heads())
+  after = before._replace(logp=before.logp + drawn(0.3) + 1.5, heads=heads())
+  batch = batch._replace(sampler_logp_art=np.asarray(drawn(0.4)) * batch.policy_art)
+  credit = algorithm.credit(batch, before, 1)
+  by_token = {n: x if x.ndim == 3 else update.flat(x) for n, x in credit.token.items()}
+  micro, micro_before, by_token = update._micro_batch(batch, before, by_token, 0)
+  counts = update._counts(batch, 0, 1)
+
+  def loss(outputs):
+    return update._weighted(algorithm.losses(outputs, micro_before, by_token, micro), micro, counts)
+
+  outputs = jax.tree.map(lambda x: x[0], after)
+  (value, _), gradient = jax.value_and_grad(loss, has_aux=True)(outputs)
+  return np.concatenate([np.ravel(x) for x in (value, gradient.logp, gradient.heads["value"])])
+
+
+@pytest.mark.parametrize("field", CASES)
+def test_a_changed_field_changes_the_update(field):
+  base, value = CASES[field]
+  before, after = numbers(base), numbers(base | {field: value})
+  assert np.isfinite(before).all() and np.isfinite(after).all()
+  assert np.abs(after - before).max() > 1e-6, field
+
+
+OPTIMIZER = {
+  "optimizer.name": ({}, "adamw"),
+  "optimizer.learning_rate": ({}, 1e-2),
+  "optimizer.warmup_steps": ({}, 2),
+  "optimizer.weight_decay": ({}, 0.5),
+  "optimizer.clip_norm": ({"optimizer.name": "sgd"}, 0.01),
+  "optimizer.b1": ({"optimizer.name": "adamw"}, 0.1),
+  "optimizer.b2": ({"optimizer.name": "adamw"}, 0.1),
+  "update.epochs": ({}, 3),
+  "update.mini_batches": ({}, 4),
+}
+
+
+def steps(changes) -> np.ndarray:
+  """A weight and a norm after two updates by the config's optimizer with fixed gradients."""
+  chain = build.optimizer(config_of(changes))
+  rng = np.random.default_rng(0)
+  params = {"gate": jnp.ones((1, 3, 4)), "final_norm": jnp.ones(4)}
+  state = chain.init(params)
+  for _ in range(2):
+    gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
+    moves, state = chain.update(gradient, state, params)
+    params = jax.tree.map(jnp.add, params, moves)
+  return np.concatenate([np.ravel(x) for x in params.values()])
+
+
+@pytest.mark.parametrize("field", OPTIMIZER)
+def test_a_changed_field_changes_the_optimizers_steps(field):
+  base, value = OPTIMIZER[field]
+  assert np.abs(steps(base) - steps(base | {field: value})).max() > 1e-7, field
+
+
+def test_every_field_of_the_optimizer_has_a_case():
+  fields = {name for name in settings.rules() if name.split(".")[0] in ("optimizer", "update")}
+  assert fields == OPTIMIZER.keys()
+
+
+def searched(*queries):
+  turn = Turn("call", "", tuple(Call("search", query, "hit", ("1",)) for query in queries))
+  made = trajectory(("prompt", [1]), ("policy", [2]), answer="Ada")
+  return dataclasses.replace(made, turns=(turn,))
+
+
+def test_partition_and_its_cap_come_from_the_config():
+  group = [searched(*"abcde"[:n]) for n in range(1, 6)]
+  ids = lambda **changes: build.partition(
+    config_of({f"strata.{key}": value for key, value in changes.items()})
+  ).assign(group)
+  assert ids() == [1, 2, 3, 3, 3] and ids(cap=1) == [1] * 5 and ids(name="answered") == [1] * 5
+
+
+def test_the_stages_of_a_run_are_made_as_the_config_says():
+  config = config_of({"update.epochs": 2, "update.mini_batches": 4, "warm_start.num_steps": 7})
+  run = build.assemble(config, build.mesh_of(config), build.model_config(config))
+  warm, main = run.stages
+  assert (warm.stage.num_steps, main.stage.num_steps) == (7, 300)
+  assert warm.stage.algorithm.context_weight == 0.3 and main.packing.mini_batches == 4
+  assert dataclasses.replace(main.packing, micro=0).rows == config.packing.rows
