@@ -31,7 +31,7 @@ IMPORTANCE = (
 
 @pytest.fixture(scope="module")
 def made():
-  """A batch of one micro-batch with random log-probs of policy now, before, reference and sampler."""
+  """A micro-batch with random log-probs of policy now, before, reference and sampler."""
   rng = np.random.default_rng(0)
   groups = random_groups(Q, K, seed=4)
   groups[1][2] = trajectory(("prompt", [1]), ("policy", [2]), stop="fault", fault="lost")
