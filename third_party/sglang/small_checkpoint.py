@@ -15,6 +15,7 @@ import jax
 from stratified.data import tokenizer as tokenizers
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
+from stratified.tasks.encyclopedia import vocabulary as pieces
 
 SIZES = dict(width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=128)
 
@@ -23,7 +24,7 @@ def write(
   directory: pathlib.Path, *, vocabulary: int | None = None, seed: int = 0, positions: int = 4096
 ) -> None:
   """Weights twice as large as a new model's, so that its choices differ; float32."""
-  tokenizer = vocabulary.build()
+  tokenizer = pieces.build()
   config = decoder.DecoderConfig(
     vocab_size=vocabulary or tokenizer.vocab_size,
     rope_theta=10000.0,
