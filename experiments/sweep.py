@@ -9,7 +9,7 @@ table of them.
 A sweep is a function `sweep_NAME(add)` beside `get_config` in the config's file; it calls
 `add(**{"dotted.key": value})` once a setting (`preset=NAME` sets the word after the file's first
 colon). `--sweep=alpha,strata` crosses two, `--seeds=N` repeats all with N seeds from the config's
-own on. Further `--config.key=value` flags hold for every run. Each run has a folder of its name in
+own on. Further `--config.FIELD=value` flags hold for every run. Each run has a folder of its name in
 the workdir. The same command again skips the runs that are finished and goes on with the others. A
 run that fails is named at the end and stops no other. `--index=N` runs only run N of `--list`, as a
 job scheduler wants it. The end results are in sweep.md and sweep.json; `experiments/compare.py

@@ -1,12 +1,10 @@
 """A run that trains adapters, end to end: what it keeps, that a stop changes nothing, and what
 comes out of it."""
 
-import json
 import shutil
 import signal
 
 import jax
-import ml_collections
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -16,7 +14,7 @@ from experiments import export
 from stratified.learner import state as states
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
-from stratified.runs import build, checkpoint
+from stratified.runs import build, checkpoint, settings
 from stratified.runs.weights import Weights
 
 # Without a warm start's rows test_train's settings are a run of four steps, evaluated after the
@@ -42,7 +40,7 @@ def stored(workdir, step):
 
 
 def loaded(workdir):
-  config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))
+  config = settings.read_workdir(workdir)
   return Weights(config, build.mesh_of(config), build.model_config(config), build.optimizer(config))
 
 
@@ -86,7 +84,9 @@ def test_a_run_stopped_half_way_goes_on_bit_for_bit(whole, tmp_path):
   status, log = test_train.interrupt(workdir, signal.SIGTERM, lambda count: count >= 5, **LORA)
   assert status == 0 and "saved; the same command goes on" in log, log[-3000:]
   done = test_train.run(workdir, **LORA)
-  assert done.returncode == 0 and "going on from step" in done.stdout, done.stderr[-3000:]
+  assert done.returncode == 0 and "going on from reinforcement step" in done.stdout, done.stderr[
+    -3000:
+  ]
   assert test_train.without_times(test_train.rows(workdir)) == test_train.without_times(
     test_train.rows(whole)
   )
