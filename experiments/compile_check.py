@@ -1,5 +1,4 @@
-"""Says before a machine is rented whether a run fits it, and how long an update takes there at the
-least.
+"""Says before a machine is rented whether a run fits it, and the least time of an update there.
 
     python experiments/compile_check.py --config=configs/search_r1.py:base --topology=v5e:4x4
     python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8 \\

@@ -1,7 +1,7 @@
 """Writes a run's report.html, or the picture of a run as an SVG file.
 
-python experiments/report.py --workdir=/tmp/run
-python experiments/report.py --workdir=/tmp/run --picture=docs/run.svg
+python experiments/report.py --workdir=runs/tiny
+python experiments/report.py --workdir=runs/tiny --picture=tiny.svg
 """
 
 import sys
