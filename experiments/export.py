@@ -7,9 +7,9 @@
 
 It takes a run's newest checkpoint or that of --step; with --config and no workdir, the preset's
 model as it is. Weights have the dtypes of the model directory that the run began with, float32
-where it began with none. LoRA adapters are merged, or with --adapters written by themselves in PEFT's
-layout. The directory appears when it is whole; an earlier export under that name is replaced,
-anything else is left alone.
+where it began with none. LoRA adapters are merged, or with --adapters written by themselves in
+PEFT's layout. The directory appears when it is whole; an earlier export under that name is
+replaced, anything else is left alone.
 """
 
 import json

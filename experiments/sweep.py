@@ -9,10 +9,11 @@ A sweep is a function `sweep_NAME(add)` beside `get_config` in the config's file
 `add(**{"dotted.key": value})` once a setting (`preset=NAME` sets the word after the file's first
 colon). `--sweep=alpha,strata` crosses two, `--seeds=N` repeats all with N seeds from the config's
 own on. Further `--config.FIELD=value` flags hold for every run. Each run has a folder of its name
-in the workdir. The same command again skips the runs that are finished and goes on with the others. A
-run that fails is named at the end and stops no other. `--index=N` runs only run N of `--list`, as a
-job scheduler wants it. The end results are in sweep.md and sweep.json; `experiments/compare.py
-WORKDIR` draws the curves. Ctrl-C and SIGTERM let the run at work save and end.
+in the workdir. The same command again skips the runs that are finished and goes on with the others.
+A run that fails is named at the end and stops no other. `--index=N` runs only run N of `--list`, as
+a job scheduler wants it. The end results are in sweep.md and sweep.json;
+`experiments/compare.py WORKDIR` draws the curves. Ctrl-C and SIGTERM let the run at work save and
+end.
 
 `--share_warm_start` copies a finished warm start to the runs that would repeat it bit for bit on
 this machine: same seed, same policy, data and warm-start settings. On `tiny` that saves most of the
