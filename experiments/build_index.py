@@ -118,9 +118,8 @@ def run(a) -> None:
   }
   if a.shard_size < 1:
     raise ValueError(f"--shard-size={a.shard_size} must be at least 1.")
-  from stratified.encoder.text_encoder import (
-    Encoder,  # here, so that --help and --predict start no accelerator
-  )
+  # here, so that --help and --predict start no accelerator
+  from stratified.encoder.text_encoder import Encoder
 
   encoder = Encoder.load(
     a.encoder,
@@ -183,9 +182,8 @@ def check_room(
       memory.require(
         config, count, dimension, memory.build_bytes(config, count, dimension), "building"
       )
-      needed += 2 * memory.index_bytes(
-        config, count, dimension
-      )  # a saved state and the one being written
+      # a saved state and the one being written
+      needed += 2 * memory.index_bytes(config, count, dimension)
   free = shutil.disk_usage(output).free
   if needed > free:
     raise OSError(

@@ -125,9 +125,8 @@ def replace(output: pathlib.Path, write, origin: dict) -> None:
   output = output.resolve()  # a link stays, and what it points to is replaced
   partial, old = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "old"))
   output.parent.mkdir(parents=True, exist_ok=True)
-  if (
-    old.exists() and not output.exists()
-  ):  # a call before this one was killed between its two renames
+  # a call before this one was killed between its two renames
+  if old.exists() and not output.exists():
     os.rename(old, output)
   for left_over in (partial, old):
     shutil.rmtree(left_over, ignore_errors=True)

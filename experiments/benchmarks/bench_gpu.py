@@ -142,11 +142,12 @@ def measure_decode(model: decoder.DecoderConfig, a) -> dict[str, float]:
     return tokens
 
   seconds = best_seconds(run, a.repeats)
+  # this program reads a lane's whole cache
   return {
     "tokens_per_second": block * a.lanes / seconds,
     "seconds_per_token": seconds / block,
     "bytes": costs.decode_bytes(model, a.lanes, a.length),
-  }  # this program reads a lane's whole cache
+  }
 
 
 def known_peak() -> costs.Device | None:

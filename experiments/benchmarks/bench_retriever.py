@@ -127,9 +127,8 @@ def measure(kind: str, texts: list[str]) -> dict[str, list]:
   )
   with Server(*flags_of(kind)) as batched, Server(*flags_of(kind), "--max_batch=1") as one:
     for url in (batched, one):
-      asyncio.run(
-        load(url, queries, min(2.0, _SECONDS.value))
-      )  # connections, caches and compilation
+      # connections, caches and compilation
+      asyncio.run(load(url, queries, min(2.0, _SECONDS.value)))
     for _ in range(_ROUNDS.value):
       for name, took, url in (("one", "took_one", one), ("batched", "took", batched)):
         rate, times = asyncio.run(load(url, queries, _SECONDS.value))

@@ -36,13 +36,8 @@ from stratified.runs import build, stages
 from stratified.types import Question, Segment, Trajectory
 
 LEARNING_RATE = 1e-4
-MINI_BATCHES = (
-  4,
-  8,
-  16,
-  32,
-  64,
-)  # rollouts that PyTorch runs at once, from which it gets the fastest
+# rollouts that PyTorch runs at once, from which it gets the fastest
+MINI_BATCHES = (4, 8, 16, 32, 64)
 
 
 def full_rows(count, length, vocabulary):
