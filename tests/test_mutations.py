@@ -21,62 +21,62 @@ _PACKAGE = pathlib.Path(advantages.__file__).parent
 # fault: (file, the right code, the faulty code); each right code occurs exactly once.
 FAULTS = {
   "sign of stratified": (
-    "advantages/group.py",
+    "group.py",
     "return g.stratum.center(g.reward)",
     "return -g.stratum.center(g.reward)",
   ),
   "sign of centered": (
-    "advantages/group.py",
+    "group.py",
     "return g.group.center(g.reward)",
     "return -g.group.center(g.reward)",
   ),
   "sign of GN's share": (
-    "advantages/group.py",
+    "group.py",
     "alpha * _san(g, eps, ddof) + (1 - alpha)",
     "alpha * _san(g, eps, ddof) - (1 - alpha)",
   ),
   "sign of the offset": (
     "theory.py",
-    "sums.over_deviation(between_k, std, eps)",
-    "sums.over_deviation(-between_k, std, eps)",
+    "segments.over_deviation(between_k, std, eps)",
+    "segments.over_deviation(-between_k, std, eps)",
   ),
   "sign of Term A": ("theory.py", "mean(jnp.square(between_k))", "mean(-jnp.square(between_k))"),
   "sign of Term B": ("theory.py", "mean(effect_k)", "mean(-effect_k)"),
-  "sign of leave-one-out": ("advantages/group.py", "centered * count /", "-centered * count /"),
+  "sign of leave-one-out": ("group.py", "centered * count /", "-centered * count /"),
   "divisor of a mean": (
-    "advantages/sums.py",
+    "segments.py",
     "return difference_k / count_k",
     "return x_k - total(x_k) / (count_k + 1)",
   ),
   "divisor of the group's mean": (
-    "advantages/sums.py",
+    "segments.py",
     "shifted - total(shifted) / count",
     "shifted - total(shifted) / (count + 1)",
   ),
   "divisor of the deviation": (
-    "advantages/sums.py",
+    "segments.py",
     "free = sums.count - ddof",
     "free = sums.count - ddof - 1",
   ),
   "divisor of the parts": ("theory.py", "weight_k, score_k) / n", "weight_k, score_k) / (n + 1)"),
   "divisor of Term A": ("theory.py", "x_k, 0)) / g.group.count", "x_k, 0)) / (g.group.count + 1)"),
   "wrong stratum": (
-    "advantages/sums.py",
+    "segments.py",
     "[segment_k == segment_k[j] for",
     "[segment_k == segment_k[j - 1] for",
   ),
   "stratum of the group": (
-    "advantages/sums.py",
+    "segments.py",
     "_pairwise(jnp.where(mask, stratum, num_strata)",
     "_pairwise(jnp.where(mask, 0, num_strata)",
   ),
   "wrong stratum in a large group": (
-    "advantages/sums.py",
+    "segments.py",
     "return per_group(x, stratum)[stratum]",
     "return per_group(x, stratum)[(stratum + 1) % num_strata]",
   ),
-  "eps left out": ("advantages/sums.py", "std + eps, 1)", "std, 1)"),
-  "mask ignored": ("advantages/sums.py", "jnp.asarray(mask) > 0", "jnp.asarray(mask) > -1"),
+  "eps left out": ("segments.py", "std + eps, 1)", "std, 1)"),
+  "mask ignored": ("segments.py", "jnp.asarray(mask) > 0", "jnp.asarray(mask) > -1"),
 }
 
 BROKEN = {
@@ -117,21 +117,18 @@ def mutant(tmp_path, monkeypatch):
   def make(fault):
     name = "mutant_" + "".join(c if c.isalnum() else "_" for c in fault)
     root = tmp_path / name
-    (root / "advantages").mkdir(parents=True)
-    (root / "__init__.py").write_text("")
+    root.mkdir()
     file, right, wrong = FAULTS[fault]
-    for source in [_PACKAGE.parent / "theory.py", *_PACKAGE.glob("*.py")]:
-      path = source.relative_to(_PACKAGE.parent)
-      text = source.read_text().replace("from stratified", f"from {name}")
-      if str(path) == file:
+    for source in _PACKAGE.glob("*.py"):
+      text = source.read_text().replace("from stratified.advantages", f"from {name}")
+      if source.name == file:
         assert text.count(right) == 1, f"{right!r} occurs {text.count(right)} times in {file}"
         text = text.replace(right, wrong)
-      (root / path).write_text(text)
+      (root / source.name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     return types.SimpleNamespace(
-      advantages=importlib.import_module(f"{name}.advantages"),
-      theory=importlib.import_module(f"{name}.theory"),
+      advantages=importlib.import_module(name), theory=importlib.import_module(f"{name}.theory")
     )
 
   yield make
@@ -152,11 +149,7 @@ def test_a_copy_without_a_fault_passes(mutant, monkeypatch):
   monkeypatch.setitem(
     FAULTS,
     "none",
-    (
-      "advantages/group.py",
-      "return g.stratum.center(g.reward)",
-      "return g.stratum.center(g.reward)",
-    ),
+    ("group.py", "return g.stratum.center(g.reward)", "return g.stratum.center(g.reward)"),
   )
   kernels = mutant("none")
   assert kernels.advantages.san is not advantages.san

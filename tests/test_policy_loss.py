@@ -31,7 +31,7 @@ IMPORTANCE = (
 
 @pytest.fixture(scope="module")
 def made():
-  """A batch of one micro-batch with random log-probs of policy now, before, reference and sampler."""
+  """One micro-batch with random log-probs: of the policy now and before, reference, sampler."""
   rng = np.random.default_rng(0)
   groups = random_groups(Q, K, seed=4)
   groups[1][2] = trajectory(("prompt", [1]), ("policy", [2]), stop="fault", fault="lost")

@@ -130,6 +130,6 @@ def over_deviation(centered, std, eps):
 
   A deviation that is not finite gives an advantage that is not: the update skips it and says so.
   """
-  # the second: masked samples stay 0 beside one that is not finite
+  # The second: masked samples stay 0 beside one that is not finite.
   flat = (std == 0) | (centered == 0)
   return jnp.where(flat, 0, centered / jnp.where(flat, 1, std + eps))

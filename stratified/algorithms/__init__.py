@@ -65,8 +65,8 @@ def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> 
     inspect.signature(make).bind(read, facts)
   except TypeError as error:
     raise ValueError(
-      f"algorithm.name is {name!r}, whose signature is {inspect.signature(make)}; it is called with "
-      f"read, facts ({error})"
+      f"algorithm.name is {name!r}, whose signature is {inspect.signature(make)}; it is called "
+      f"with read, facts ({error})"
     ) from error
   made = make(read, facts)
   if not isinstance(made, Algorithm):

@@ -1,0 +1,60 @@
+"""One step of each method, several updates in it, on meshes of eight forced CPU devices.
+
+Run by test_sharding.py in a process of its own:
+
+    python tests/sharded_methods.py OUT.npz
+"""
+
+import dataclasses
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import numpy as np
+from small_rollouts import collate, decoder_config, parameters, random_groups
+
+from stratified import sharding
+from stratified.algorithms import Facts, make
+from stratified.learner import batching, optimizer, update
+from stratified.learner import state as states
+
+CONFIG = decoder_config(
+  vocab_size=64, width=32, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8, mlp_width=64
+)
+FACTS = Facts(num_strata=3, samples_per_question=3, max_tokens=24, max_turns=3)
+TWICE = update.UpdateSettings(mini_batches=2)
+METHODS, MESHES = ("ppo", "gigpo"), [(1, 1, 1), (2, 2, 2)]
+
+
+def take_step(name, sizes):
+  algorithm = make(name, lambda cls: cls(), FACTS)
+  model = dataclasses.replace(CONFIG, heads=algorithm.HEADS)
+  mesh, chain = sharding.make_mesh(*sizes), optimizer.make(name="sgd", learning_rate=0.1)
+  learn = update.make_update(mesh, model, chain, algorithm, settings=TWICE, num_strata=3)
+  params = parameters(model, scale=2.0)
+  state = states.init_state(mesh, model, params, chain, with_reference=True)
+  batch = collate(
+    random_groups(8, 3, vocab=64, longest=21, seed=4),
+    rows=8,
+    length=24,
+    algorithm=algorithm,
+    mini_batches=TWICE.mini_batches,
+  )
+  state, stats = learn(state, batching.place(mesh, batch))
+  found = {f"params/{key}": np.asarray(x) - params[key] for key, x in state.params.items()}
+  return found | {f"stats/{key}": np.asarray(value) for key, value in stats.items()}
+
+
+def main(path):
+  arrays = {}
+  for name in METHODS:
+    for sizes in MESHES:
+      label = f"{name} {'x'.join(map(str, sizes))}"
+      arrays |= {f"{label}|{key}": value for key, value in take_step(name, sizes).items()}
+  np.savez(path, **arrays)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])
