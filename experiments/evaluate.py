@@ -202,7 +202,7 @@ def _stored_config(path: pathlib.Path):
 
 
 def _temperature(config) -> float:
-  """Greedy for one rollout unless told otherwise; several need one, or all would be the same."""
+  """Chooses the temperature: one rollout is greedy unless told otherwise, several can't be."""
   if _TEMPERATURE.value is None:
     return 0.0 if _SAMPLES.value == 1 else config.rollout.temperature
   if _TEMPERATURE.value == 0 and _SAMPLES.value > 1:

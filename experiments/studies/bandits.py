@@ -75,7 +75,10 @@ def luck() -> Bandit:
 
 
 def log_policy(params, shared, drawn=False):
-  """log p(strategy, act) [S, A] of (choice logits [S], act logits [S, A]); `drawn` or `shared`."""
+  """log p(strategy, act), [S, A], of params = (choice logits [S], act logits [S, A]).
+
+  A bandit whose strategy is `drawn` can't be `shared`.
+  """
   choice_s, act_sa = params
   choice_s = jnp.where(drawn, jax.lax.stop_gradient(choice_s), choice_s)
   # One logit for each pair is the case in which a strategy's logit is its acts' log-sum-exp.
