@@ -31,9 +31,8 @@ ROLES = ("query", "passage")
 # Tokens of one batch on one device. On a CPU a batch should stay in its caches.
 BATCH_TOKENS = {"cpu": 2048}
 _ACCELERATOR_TOKENS = 65536
-_IN_FLIGHT = (
-  3  # batches dispatched and not yet fetched: enough to tokenise while the device computes
-)
+# batches dispatched and not yet fetched: enough to tokenise while the device computes
+_IN_FLIGHT = 3
 _MASKED = -1e30
 
 
