@@ -59,8 +59,7 @@ def better() -> Bandit:
 
 
 def learnt(share: float = 0.1) -> Bandit:
-  """A strategy that must be learnt: 0.9 for one act in four that is rare at first, 0.1 for the
-  others.
+  """A strategy that must be learnt: 0.9 for one act in four, rare at first, and 0.1 for the rest.
 
   Its success rate at the start is 0.18, the other strategy's always 0.4.
   """

@@ -363,8 +363,7 @@ def bucket(length: int, most: int) -> int:
 
 
 def batch_rows(t: int, left: int, tokens: int, num_devices: int) -> int:
-  """Rows of a batch of texts of t tokens: a power of two times the devices, within `tokens` a
-  device."""
+  """Rows of a batch of texts of t tokens: a power of two a device, within its `tokens`."""
   full = 1 << max(0, (tokens // t).bit_length() - 1)
   needed = 1 << max(0, -(-left // num_devices) - 1).bit_length()
   return min(full, needed) * num_devices

@@ -126,8 +126,10 @@ def mesh_of(config, devices=None):
 
 
 def model_config(config, *, platform: str | None = None) -> decoder.DecoderConfig:
-  """The decoder of a run. `platform` ("cpu", "gpu", "tpu") picks the attention where that is left
-  open; None asks jax."""
+  """Describes the decoder of a run.
+
+  platform: "cpu", "gpu" or "tpu", picks the attention where that is left open; None asks jax.
+  """
   policy = read(PolicySettings, config)
   return decoder_config(
     policy,

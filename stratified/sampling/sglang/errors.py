@@ -6,8 +6,7 @@ class SamplerError(RuntimeError):
 
 
 class Lost(Exception):
-  """A server did not do what was asked: no connection, no answer in time, a 5xx, or an answer that
-  is none.
+  """A server did not do what was asked: no connection, no answer in time, a 5xx, or nonsense.
 
   The work may be done elsewhere, and the server has to prove itself again before it is used.
   """

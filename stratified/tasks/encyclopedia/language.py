@@ -1,5 +1,4 @@
-"""The regular language of the generated encyclopedia: kinds, relations, sentences, question
-phrases.
+"""The regular language of the generated encyclopedia: kinds, relations, sentences, questions.
 
 Every relation leads from an entity to an entity, so that facts can be chained without end. Each has
 a name, two nouns by which a question may call it, and three sentences in which a page may state it.
