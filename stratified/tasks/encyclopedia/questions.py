@@ -39,7 +39,7 @@ _TRAINING, _HELD_OUT = 1, 2  # tags of the random streams
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-  """The facts behind a question: entities[i + 1] is relations[i] of entities[i]; the answer is last.
+  """The facts of a question: entities[i + 1] is relations[i] of entities[i]; the answer is last.
 
   A question of 0 hops has one entry in each, the subject and the attribute of common knowledge, and
   its answer in `value`.
