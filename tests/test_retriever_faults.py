@@ -218,9 +218,9 @@ def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, 
     assert step < STEPS and (workdir / "checkpoints" / str(step)).exists()
     process, _ = serve(corpus, port=port)
     done = run(workdir, url, **patient)
-    assert (
-      done.returncode == 0 and f"going on from reinforcement step {step} of {STEPS}" in done.stdout
-    ), done.stderr[-3000:]
+    assert done.returncode == 0 and f"going on from step {step} of {STEPS}" in done.stdout, (
+      done.stderr[-3000:]
+    )
   finally:
     end(process)
   same_as(undisturbed, workdir)

@@ -195,7 +195,7 @@ def test_runs_that_are_killed_and_asked_to_stop_add_up_to_one_that_was_not(whole
   assert (workdir / "checkpoints" / str(stopped_at)).exists()
   done = run(workdir)
   assert done.returncode == 0, (after, wait, done.stderr[-3000:])
-  assert f"going on from reinforcement step {stopped_at} of 4" in done.stdout
+  assert f"going on from step {stopped_at} of 4" in done.stdout
   assert without_times(rows(workdir)) == without_times(rows(whole)), (after, wait)
   for step in (1, 2, 3, 4):
     name = pathlib.Path("trajectories") / f"step_00000{step}.jsonl"

@@ -58,7 +58,7 @@ class Server:
     self._flags = flags_
 
   def __enter__(self) -> str:
-    program = pathlib.Path(__file__).with_name("serve_retriever.py")
+    program = pathlib.Path(__file__).parents[1] / "serve_retriever.py"
     self._process = subprocess.Popen(
       [sys.executable, program, "--port=0", *self._flags], stdout=subprocess.PIPE, text=True
     )

@@ -43,7 +43,7 @@ from stratified.tasks.encyclopedia import questions as generated
 from stratified.tasks.encyclopedia import vocabulary
 from stratified.tools.search import Search
 
-THIRD_PARTY = pathlib.Path(__file__).parents[1] / "third_party" / "sglang"
+THIRD_PARTY = pathlib.Path(__file__).parents[2] / "third_party" / "sglang"
 SAMPLES, LENGTH, STATES = 4, 256, 5
 LIMITS = Limits(
   max_turns=3,

@@ -111,9 +111,11 @@ def check_devices(config) -> None:
 
 def check_split(config, mesh, model: decoder.DecoderConfig, rows: int) -> None:
   """Refuses sizes that the mesh can't split."""
+  demonstrated = config.warm_start.demonstrations_per_step if config.warm_start.num_steps else 0
   sharding.check_divisible(
     mesh,
     {
+      "warm_start.demonstrations_per_step": ("question", demonstrated),
       "data.questions_per_step": ("question", config.data.questions_per_step),
       "packing.rows": ("row", rows),
       "num_heads": ("heads", model.num_heads),
