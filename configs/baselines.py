@@ -2,19 +2,19 @@
 
     python experiments/train.py --config=configs/baselines.py:grpo --workdir=runs/grpo
     python experiments/train.py --config=configs/baselines.py:san:base --workdir=runs/san_3b
-    python experiments/sweep.py --config=configs/baselines.py:grpo --sweep=table --seeds=3
-    --workdir=runs/table
+    python experiments/sweep.py --config=configs/baselines.py:grpo --sweep=table --seeds=3 \\
+        --workdir=runs/table
 
-After the first colon comes the method, after a second one the preset of configs/search_r1.py it
-runs on (`tiny` if none is named). A method changes the estimator, and the loss where its paper ties
-the two; everything else is the preset's, so that two methods differ in nothing that their name does
-not say. The table of arXiv 2510.06214 is `grpo`, `san`, `stratified_grpo`.
+After the first colon comes the method, after a second one the preset of configs/search_r1.py that
+it runs on (`tiny` if none is named). A method changes the estimator, and the loss where its paper
+ties the two. Everything else is the preset's, so two methods differ in what their names say alone.
+The table of arXiv 2510.06214 is `grpo`, `san`, `stratified_grpo`.
 
 Methods that learn nothing (`direct`, `cot`, `rag`, `ircot`, `search_o1`) need a preset with
 weights, `smollm2` if none is named, and are evaluated as they stand:
 
-    python experiments/evaluate.py --config=configs/baselines.py:rag:instruct --sets=all
-    --workdir=runs/rag_3b
+    python experiments/evaluate.py --config=configs/baselines.py:rag:instruct --sets=all \\
+        --workdir=runs/rag_3b
 """
 
 from configs import search_r1
@@ -23,9 +23,8 @@ from configs import search_r1
 METHODS = {
   "grpo": {"advantage.name": "gn"},  # arXiv 2402.03300: (R - R_g) / s_g
   "san": {"advantage.name": "san"},  # arXiv 2510.06214, Definition 1
-  "stratified_grpo": {
-    "advantage.name": "blend"
-  },  # arXiv 2510.06214, Definition 2; alpha is the preset's
+  # arXiv 2510.06214, Definition 2; alpha is the preset's
+  "stratified_grpo": {"advantage.name": "blend"},
   # arXiv 2503.20783: no division by the deviation, tokens summed and divided by a constant.
   "dr_grpo": {"advantage.name": "dr_grpo", "loss.aggregation": "constant"},
   "rloo": {"advantage.name": "loo"},  # arXiv 2402.14740's baseline, under the preset's clipped loss
@@ -35,22 +34,16 @@ METHODS = {
   "centered": {"advantage.name": "centered"},  # R - R_g
   "stratified": {"advantage.name": "stratified"},  # R - R_k
   "stratified_loo": {"advantage.name": "stratified_loo"},  # leave-one-out inside the stratum
-  "shrunk": {
-    "advantage.name": "shrunk"
-  },  # stratum means drawn to the group's where strata are small
+  # stratum means drawn to the group's where strata are small
+  "shrunk": {"advantage.name": "shrunk"},
   "two_term": {"advantage.name": "two_term"},  # within strata + lam x between strata
-  "san_rms": {
-    "advantage.name": "san_rms"
-  },  # SAN at gn's root mean square: its direction without its smaller step
-  "san_fallback": {
-    "advantage.name": "san",
-    "advantage.fallback": "gn",
-  },  # gn for those alone in a stratum
+  # SAN at gn's root mean square: its direction without its smaller step
+  "san_rms": {"advantage.name": "san_rms"},
+  # gn for those alone in a stratum
+  "san_fallback": {"advantage.name": "san", "advantage.fallback": "gn"},
   "annealed": {"advantage.name": "blend", "advantage.alpha": 1.0, "advantage.alpha_end": 0.0},
-  "random_strata": {
-    "advantage.name": "blend",
-    "strata.name": "random",
-  },  # same sizes, no meaning: the control
+  # same sizes, no meaning: the control
+  "random_strata": {"advantage.name": "blend", "strata.name": "random"},
 }
 
 # Methods that learn nothing -> likewise. A preset that shows worked examples gets the method's own

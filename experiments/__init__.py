@@ -2,5 +2,5 @@
 
 import logging
 
-# jax tells at every start that it found no TPU; only what is worth a look should reach a terminal.
+# jax says at every start that it found no TPU; only what is worth a look should reach a terminal.
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)

@@ -1,14 +1,13 @@
-"""From a corpus and an encoder to a dense index: vectors in shards, then one index or several of
-them.
+"""Builds dense indexes from a corpus and an encoder: vectors in shards, then an index or several.
 
     python experiments/build_index.py --corpus=FILE --encoder=DIR --output=DIR --index flat
     python experiments/build_index.py --corpus=wiki18.jsonl --encoder=.cache/models/e5-base-v2 \\
         --output=wiki18 --index hnsw ivf_pq
     python experiments/build_index.py --predict --count=21015324 --dimension=768
 
-Passages are encoded first (float16 shards in OUTPUT/embeddings), then each index is built in
-OUTPUT/KIND. Memory and disk are predicted and compared with what is free before any work. The same
-command goes on where it was stopped, and does nothing where all is done; --part=0/8 encodes an
+It encodes passages first (float16 shards in OUTPUT/embeddings), then builds each index in
+OUTPUT/KIND. Before any work it predicts memory and disk, and compares them with what is free. The
+same command goes on where it was stopped, and does nothing where all is done. --part=0/8 encodes an
 eighth of the shards, for several machines on one file system; `--index` without a kind only
 encodes.
 """
@@ -119,9 +118,8 @@ def run(a) -> None:
   }
   if a.shard_size < 1:
     raise ValueError(f"--shard-size={a.shard_size} must be at least 1.")
-  from stratified.encoder.text_encoder import (
-    Encoder,  # here, so that --help and --predict start no accelerator
-  )
+  # here, so that --help and --predict start no accelerator
+  from stratified.encoder.text_encoder import Encoder
 
   encoder = Encoder.load(
     a.encoder,
@@ -177,17 +175,15 @@ def parse_part(text: str) -> tuple[int, int]:
 def check_room(
   output: pathlib.Path, configs: dict[str, IndexConfig], count: int, dimension: int
 ) -> None:
-  """Refuses what would not fit into memory or onto the disk, before passages are encoded for
-  hours."""
+  """Refuses what would not fit into memory or onto the disk, before hours of encoding."""
   needed = 0 if (output / "embeddings" / "manifest.json").exists() else 2 * count * dimension
   for kind, config in configs.items():
     if not (output / kind / "manifest.json").exists():
       memory.require(
         config, count, dimension, memory.build_bytes(config, count, dimension), "building"
       )
-      needed += 2 * memory.index_bytes(
-        config, count, dimension
-      )  # a saved state and the one being written
+      # a saved state and the one being written
+      needed += 2 * memory.index_bytes(config, count, dimension)
   free = shutil.disk_usage(output).free
   if needed > free:
     raise OSError(
@@ -198,7 +194,7 @@ def check_room(
 
 
 def prediction(count: int, dimension: int) -> str:
-  """A table of what each kind of index takes."""
+  """Writes a table of what each kind of index takes."""
   free = memory.free_bytes()
   lines = [
     f"{count:,} vectors of {dimension}; vectors on disk (float16): "

@@ -1,5 +1,4 @@
-"""Draws several runs together: the curves of arXiv 2510.06214's Figure 1 and the end results of its
-Table 2.
+"""Draws several runs together: curves as in arXiv 2510.06214's Figure 1, results as in its Table 2.
 
     python experiments/compare.py --out=runs/table/comparison runs/table
     python experiments/compare.py --out=/tmp/c 'GRPO=runs/gn-seed-*' 'SAN=runs/san-seed-*' \\

@@ -1,5 +1,4 @@
-"""Says before a machine is rented whether a run fits it, and how long an update takes there at the
-least.
+"""Says before a machine is rented whether a run fits it, and the least time of an update there.
 
     python experiments/compile_check.py --config=configs/search_r1.py:base --topology=v5e:4x4
     python experiments/compile_check.py --config=configs/search_r1.py:base --topology=cpu:8 \\
@@ -39,9 +38,8 @@ if _CPU:  # before jax starts
     os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={_CPU}"
   )
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault(
-  "TPU_SKIP_MDS_QUERY", "1"
-)  # no TPU is asked for here: its library need not look for one
+# no TPU is asked for here: its library need not look for one
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 sys.path.insert(0, str(_LIBTPU))
 
 import jax

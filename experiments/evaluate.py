@@ -1,4 +1,4 @@
-"""Evaluates a run's newest checkpoint, or a preset's weights as they stand, on held-out questions.
+"""Evaluates a run's newest checkpoint, or a preset's weights as they are, on held-out questions.
 
     python experiments/evaluate.py --workdir=runs/tiny [--questions=400] [--forced=2]
     python experiments/evaluate.py --config=configs/search_r1.py:instruct \\
@@ -6,11 +6,11 @@
     python experiments/evaluate.py --config=configs/baselines.py:rag:smollm2 --sets=nq,hotpotqa \\
         --workdir=runs/rag --compare=runs/x_table
 
-Greedy, or --samples=n rollouts a question at --temperature. Prints exact match by set in the form
-of the papers' tables, everything by set and by hops with 95 % intervals, and a paired test against
-each --compare; adds the scores to evaluation.json. WORKDIR/evaluation/NAME/ holds an answer a line,
-written as it comes, and table.md, table.tex, table.json: the same command again goes on where a
-stopped one was.
+Rollouts are greedy, or --samples=n a question at --temperature. Prints exact match by set in the
+form of the papers' tables, everything by set and by hops with 95 % intervals, and a paired test
+against each --compare; adds the scores to evaluation.json. WORKDIR/evaluation/NAME/ holds an answer
+a line, written as it comes, and table.md, table.tex, table.json. The same command again goes on
+where a stopped one was.
 """
 
 import functools
@@ -155,14 +155,14 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
 
 
 def restore(made: build.Run, workdir):
-  """(step, parameters) of the newest checkpoint, (0, None) where nothing has been saved yet."""
+  """Restores (step, parameters) of the newest checkpoint; (0, None) where nothing is saved yet."""
   weights = Weights(made.config, made.mesh, made.model, made.last.optimizer)
   found = weights.restore_policy(workdir)
   return (found[1], found[0]) if found else (0, None)
 
 
 def _config(workdir: pathlib.Path):
-  """The config to evaluate with, and whether it is that of a run in the workdir."""
+  """Reads the config to evaluate with, and says whether it is that of a run in the workdir."""
   stored = workdir / "config.json"
   if stored.exists():
     if command_line.named():
@@ -181,7 +181,7 @@ def _config(workdir: pathlib.Path):
 
 
 def _stored_config(path: pathlib.Path):
-  """A run's config, with what the command line says of it.
+  """Reads a run's config, with the fields that the command line changes.
 
   Raises ValueError for a preset, and for a field that changes what the policy answers: the answers
   would be those of another run.
@@ -202,8 +202,7 @@ def _stored_config(path: pathlib.Path):
 
 
 def _temperature(config) -> float:
-  """One rollout is greedy unless told otherwise; several need a temperature, or they would all be
-  one."""
+  """Chooses the temperature: one rollout is greedy unless told otherwise, several can't be."""
   if _TEMPERATURE.value is None:
     return 0.0 if _SAMPLES.value == 1 else config.rollout.temperature
   if _TEMPERATURE.value == 0 and _SAMPLES.value > 1:
@@ -230,14 +229,13 @@ def _folder(step: int | None, temperature: float) -> str:
 
 
 def _sets_of_step(workdir: pathlib.Path, step: int) -> dict:
-  """The sets that evaluation.json knows of the same step: evaluating others must not forget
-  them."""
+  """Reads the sets of the same step in evaluation.json: evaluating others must not forget them."""
   known = workdirs.evaluation_of(workdir)
   return known.get("sets", {}) if known.get("step") == step else {}
 
 
 def _row_of(label: str, theirs: dict[str, answers.Rows]) -> dict:
-  """The row of another evaluation."""
+  """Makes the row of another evaluation."""
   sets = {name: answers.by_question(rows) for name, rows in theirs.items() if rows}
   return runner.table_row(label, sets)
 

@@ -5,10 +5,10 @@
     python experiments/export.py --workdir=runs/lora --output=exports/lora --adapters
     python experiments/export.py --config=configs/search_r1.py:smollm2 --output=exports/untrained
 
-From a run's newest checkpoint or that of --step; with --config and no workdir, the preset's model
-as it stands. Weights are written in the dtypes of the model directory that the run began with,
-float32 where it began with none. LoRA adapters are merged, or with --adapters written by themselves
-in PEFT's layout. The directory appears when it is whole; an earlier export under that name is
+It takes a run's newest checkpoint or that of --step; with --config and no workdir, the preset's
+model as it is. Weights have the dtypes of the model directory that the run began with, float32
+where it began with none. LoRA adapters are merged, or with --adapters written by themselves in
+PEFT's layout. The directory appears when it is whole; an earlier export under that name is
 replaced, anything else is left alone.
 """
 
@@ -60,8 +60,7 @@ def export(
   adapters: bool = False,
   shard_bytes: int | None = None,
 ) -> int:
-  """Writes the policy of `workdir` (its newest checkpoint, or that of `step`), or that of `config`
-  without one.
+  """Writes the policy of `workdir` (newest checkpoint, or `step`'s); without one, of `config`.
 
   Returns the step. Raises ValueError or FileNotFoundError, before anything is written, for what
   can't be exported and for an output that holds something else; nothing is replaced before the new
@@ -126,9 +125,8 @@ def replace(output: pathlib.Path, write, origin: dict) -> None:
   output = output.resolve()  # a link stays, and what it points to is replaced
   partial, old = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "old"))
   output.parent.mkdir(parents=True, exist_ok=True)
-  if (
-    old.exists() and not output.exists()
-  ):  # a call before this one was killed between its two renames
+  # a call before this one was killed between its two renames
+  if old.exists() and not output.exists():
     os.rename(old, output)
   for left_over in (partial, old):
     shutil.rmtree(left_over, ignore_errors=True)
@@ -154,7 +152,7 @@ def write_model(
   dtype: str | None = None,
   shard_bytes: int | None = None,
 ) -> None:
-  """The whole policy with its tokenizer: the one its model directory has, or the task's own."""
+  """Writes the whole policy with its tokenizer: the model directory's, or the task's own."""
   source = config.policy.checkpoint
   kinds = dtype or (hugging_face.stored_dtypes(source) if source else "float32")
   extra = {} if source else write_tokenizer(folder, named.tokenizer(config))
@@ -170,8 +168,7 @@ def write_model(
 
 
 def write_tokenizer(folder: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
-  """The files that transformers' AutoTokenizer needs; returns the token ids that belong into
-  config.json."""
+  """Writes what transformers' AutoTokenizer needs; returns the token ids for config.json."""
   folder.mkdir(parents=True, exist_ok=True)
   tokenizer.save(folder / "tokenizer.json")
   (end,) = (
@@ -200,14 +197,14 @@ def _initial(weights: Weights):
 
 
 def _whole(weights: Weights, frozen, params):
-  """Every weight, adapters added in float32: rounded once, where they are written."""
+  """Makes every weight, adapters added in float32 and rounded once, where it is written."""
   if frozen is None:
     return params
   return weights.merged({name: value.astype(jnp.float32) for name, value in frozen.items()}, params)
 
 
 def _write_adapters(folder, output, weights: Weights, frozen, params, dtype) -> None:
-  """Adapters; the frozen model beside them, in base/, where it is in no model directory yet."""
+  """Writes adapters, and in base/ the frozen model where it is in no model directory yet."""
   config, base = weights.config, weights.config.policy.checkpoint
   if base and not config.warm_start.num_steps:
     base = pathlib.Path(base).absolute()

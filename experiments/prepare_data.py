@@ -7,11 +7,11 @@
 
 Writes under --out (data/), as the presets `base` and `instruct` name them:
 nq_hotpotqa_train/SET.jsonl, benchmarks/SET.jsonl, wiki18.jsonl, and manifest.json with counts,
-SHA-256, licences, sources and duplicates. Read are FlashRAG's JSON Lines, verl's parquet, the sets'
-own files, and Wikipedia as JSON Lines or DPR's tsv; a folder stands for all files in it. Questions
-that stand in training and in a benchmark are reported, and left out of training with
---remove_duplicates; compared is all that OUT then holds, so that the order of the calls does not
-matter. Downloads are checked, and resumed by the same command.
+SHA-256, licences, sources and duplicates. Reads FlashRAG's JSON Lines, verl's parquet, the sets'
+own files, and Wikipedia as JSON Lines or DPR's tsv; a folder stands for all files in it. Reports
+questions that stand in training and in a benchmark; --remove_duplicates leaves them out of
+training. It compares all that OUT then holds, so the order of calls makes no difference. Downloads
+are verified; the same command resumes them.
 """
 
 import json
@@ -90,7 +90,7 @@ def main(_) -> None:
 
 
 def prepare_all() -> str:
-  """Reads, compares, writes; what a person wants to know of it."""
+  """Reads, compares and writes; returns what a person wants to know of it."""
   _check_places()
   out = pathlib.Path(_OUT.value)
   manifest = manifests.load(out / "manifest.json")
@@ -157,8 +157,7 @@ def _check_places() -> None:
 def _prepare_questions(
   manifest: dict, out: pathlib.Path, training: dict, benchmarks: dict
 ) -> duplicates.Report:
-  """Writes what was read, and of earlier calls' training what loses questions, once everything has
-  been checked."""
+  """Checks all, then writes what was read, and earlier training files that lose questions."""
   for name in (*training, *benchmarks):
     if not manifests.is_plain_name(name):
       raise ValueError(f"the question set {name!r} can't name a file; name it with SET=PATH")
@@ -206,8 +205,7 @@ def _prepare_questions(
 
 
 def _written(folder: pathlib.Path, split: str, suffixes: tuple[str, ...], but) -> dict[str, list]:
-  """{set: records} of the files in a folder, those of the sets `but` left out, which this call
-  replaces.
+  """Reads {set: records} of a folder's files, without the sets `but`, which this call replaces.
 
   A file that is no .jsonl goes by its whole name: beside it there may be a .jsonl of its set.
   """
@@ -222,7 +220,7 @@ def _written(folder: pathlib.Path, split: str, suffixes: tuple[str, ...], but) -
 
 
 def _inputs():
-  """(train, test) as (set or None, path) pairs and the corpus's path, given or downloaded."""
+  """Finds (train, test) as (set or None, path) pairs, and the corpus, given or downloaded."""
   train, test = _pairs(_TRAIN.value, "train"), _pairs(_TEST.value, "test")
   corpus = _CORPUS.value and pathlib.Path(_CORPUS.value)
   wanted = {"train", "test", "corpus"} if "all" in _DOWNLOAD.value else set(_DOWNLOAD.value)
@@ -269,8 +267,7 @@ def _pairs(values, split: str) -> list[tuple[str | None, pathlib.Path]]:
 
 
 def _files(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
-  """The files of a folder that are named after a set; of several splits of it the one that the
-  tables report."""
+  """Finds a folder's files named after a set, of several splits the one that tables report."""
   by_set = {}
   for path in sorted(folder.iterdir()):
     if path.is_file() and (source := formats.named(path)):
@@ -286,7 +283,7 @@ def _files(folder: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 
 def _fetch(repository: str, path: str) -> pathlib.Path:
-  """A file of the hub, from an earlier download where it is whole."""
+  """Fetches a file of the hub, unless an earlier download is whole."""
   url = f"{_ENDPOINT.value.rstrip('/')}/datasets/{repository}/resolve/{_REVISION.value}/{path}"
   target = pathlib.Path(_RAW.value or pathlib.Path(_OUT.value) / "raw") / repository / path
   shown = 0
@@ -305,8 +302,7 @@ def _fetch(repository: str, path: str) -> pathlib.Path:
 
 
 def _questions(pairs, split: str) -> dict[str, dict]:
-  """{set: {"records", "sources"}}: all questions of the files, those of another side's split left
-  out."""
+  """Reads all questions of files but those of another split: {set: {"records", "sources"}}."""
   found = {}
   with Progress(None, f"{split} questions read") as progress:
     for name, path in pairs:
@@ -349,8 +345,7 @@ def _save(manifest: dict, out: pathlib.Path) -> None:
 
 
 def _write_corpus(manifest: dict, out: pathlib.Path, source: pathlib.Path) -> None:
-  """The corpus, unless the manifest says that this file was made from this source and it is still
-  there."""
+  """Writes the corpus, unless the manifest says that this file is there, made from this source."""
   path, origin = _CORPUS_NAME.value, manifests.source_of(source)
   known = manifest["files"].get(path, {})
   target = out / path

@@ -1,7 +1,9 @@
 """Writes a run's report.html, or the picture of a run as an SVG file.
 
-python experiments/report.py --workdir=runs/tiny
-python experiments/report.py --workdir=runs/tiny --picture=run.svg
+    python experiments/report.py --workdir=runs/tiny
+    python experiments/report.py --workdir=runs/tiny --picture=tiny.svg
+
+It also reads a run that has not ended yet.
 """
 
 import sys

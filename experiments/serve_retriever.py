@@ -60,7 +60,7 @@ _GRACE_S = flags.DEFINE_float(
 
 
 def passages():
-  """The passages to serve: of the config's world, or of the corpus file."""
+  """Reads the passages to serve: the config's task's, or the corpus file's."""
   if _CONFIG.value is not None:
     from stratified.tasks import named  # brings jax, which a server of files has no use for
 

@@ -1,5 +1,4 @@
-"""Runs experiments/train.py over many settings, one after another or one an index, and makes one
-table of them.
+"""Runs experiments/train.py over many settings, all in turn or one by index; makes one table.
 
     python experiments/sweep.py --config=configs/search_r1.py:tiny --sweep=alpha --seeds=3 \\
         --workdir=runs/alpha
@@ -12,8 +11,9 @@ colon). `--sweep=alpha,strata` crosses two, `--seeds=N` repeats all with N seeds
 own on. Further `--config.FIELD=value` flags hold for every run. Each run has a folder of its name
 in the workdir. The same command again skips the runs that are finished and goes on with the others.
 A run that fails is named at the end and stops no other. `--index=N` runs only run N of `--list`, as
-a job scheduler wants it. The end results are in sweep.md and sweep.json; `experiments/compare.py
-WORKDIR` draws the curves. Ctrl-C and SIGTERM let the run at work save and end.
+a job scheduler wants it. The end results are in sweep.md and sweep.json;
+`experiments/compare.py WORKDIR` draws the curves. Ctrl-C and SIGTERM let the run at work save and
+end.
 
 `--share_warm_start` copies a finished warm start to the runs that would repeat it bit for bit on
 this machine: same seed, same policy, data and warm-start settings. On `tiny` that saves most of the
@@ -69,7 +69,7 @@ Changes = Mapping[str, Any]
 
 
 def load(path: str) -> ModuleType:
-  """The config's file as a module."""
+  """Loads the config's file as a module."""
   spec = importlib.util.spec_from_file_location(f"sweeps_of_{pathlib.Path(path).stem}", path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -79,8 +79,7 @@ def load(path: str) -> ModuleType:
 def settings(
   module: ModuleType, names: Sequence[str], seeds: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-  """The product of the named sweeps, all of it for the first seed before the second: {dotted key:
-  value} each.
+  """Crosses the named sweeps: {dotted key: value} each, all of them for a seed before the next.
 
   Raises ValueError for an unknown name (with those that exist), and for two sweeps that set one
   key.
@@ -153,8 +152,7 @@ def named(points: Sequence[Changes]) -> list[tuple[str, str]]:
 
 
 def configure(module: ModuleType, argument: str | None, changes: Changes):
-  """The run's config. Raises ValueError, one sentence, for a key that does not exist or a value of
-  another type."""
+  """Makes the run's config; ValueError, one sentence, for an unknown key or another type."""
   changes = dict(changes)
   preset = changes.pop("preset", None)
   if preset is not None:
@@ -186,8 +184,7 @@ def plan(
   seeds: int | None,
   folder: pathlib.Path,
 ) -> list[tuple[Job, Any]]:
-  """The runs of a sweep with their configs; `given` are the command line's changes, which hold for
-  all."""
+  """Plans a sweep's runs with their configs; `given`, the command line's, hold for all."""
   module = load(file)
   first = configure(module, argument, given)[0].seed
   points = settings(module, names, range(first, first + seeds) if seeds else ())
@@ -242,7 +239,7 @@ def listing(jobs: Sequence[Job]) -> str:
 
 
 def check(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
-  """What experiments/train.py would refuse, before any run is started."""
+  """Finds what experiments/train.py would refuse, before any run is started."""
   from stratified.runs import build  # it asks for devices, which are the runs' otherwise
 
   refused = []

@@ -1,5 +1,4 @@
-"""Trains a search agent: questions -> rollouts -> rewards -> strata -> advantages -> update, until
-num_steps.
+"""Trains an agent: questions -> rollouts -> rewards -> strata -> credit -> update, until num_steps.
 
     python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny \\
         [--config.advantage.alpha=0.4]

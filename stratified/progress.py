@@ -13,9 +13,8 @@ import time
 from typing import TextIO
 
 _BAR_WIDTH = 24
-_WINDOW = (
-  50  # updates that the rate is measured over: slow first steps (compilation) are soon forgotten
-)
+# updates that the rate is measured over: slow first steps (compilation) are soon forgotten
+_WINDOW = 50
 
 
 class Progress:

@@ -16,7 +16,7 @@ from test_train import config as smallest
 from configs import search_r1
 from stratified import config as configs
 from stratified.config import setting, Settings
-from stratified.runs import build, command_line, explain, settings
+from stratified.runs import build, command_line, explain, refusals, settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 RULES = settings.rules()
@@ -141,7 +141,7 @@ def raw(config, name, value):
 def test_every_broken_rule_is_one_sentence_with_field_value_and_rule(name, value, monkeypatch):
   """Nothing else is looked at before: no file, no device, no part."""
   monkeypatch.setattr(build, "mesh_of", None)
-  monkeypatch.setattr(build, "missing_parts", None)
+  monkeypatch.setattr(refusals, "missing_parts", None)
   with pytest.raises(ValueError) as error:
     build.build(raw(smallest(), name, value))
   said, rule = str(error.value), RULES[name]

@@ -1,7 +1,7 @@
-"""Speed of the advantage kernels against two other ways to write them, measured in the same run.
+"""Measures the advantage kernels against two other ways to write them, in the same run.
 
-    python experiments/benchmarks/bench_advantages.py [--estimators gn san blend] [--largest 20]
-    [--json FILE]
+    python experiments/benchmarks/bench_advantages.py [--estimators gn san blend] \\
+        [--largest 20] [--json FILE]
 
 For 2^10 to 2^20 trajectories in groups of 8 and of 64 it prints the time of the jitted kernel
 (vmapped over questions), of SAN written with `jax.ops.segment_sum` alone, of NumPy (bincount over
@@ -32,8 +32,7 @@ def mean_and_std(values):
 
 
 def dictionary_loop(name, reward, stratum):
-  """One dictionary of lists by question (gn) or by question and stratum (san), then a loop over the
-  trajectories."""
+  """Fills a dictionary of lists by question (gn) and stratum (san), then loops over rollouts."""
   if name == "blend":
     san, gn = dictionary_loop("san", reward, stratum), dictionary_loop("gn", reward, stratum)
     return [0.6 * a + 0.4 * b for a, b in zip(san, gn)]
@@ -49,7 +48,7 @@ def dictionary_loop(name, reward, stratum):
 
 
 def numpy_segments(name, reward, stratum):
-  """The same as segment sums over all groups at once, by bincount."""
+  """Computes the same as segment sums over all groups at once, by bincount."""
   if name == "blend":
     return 0.6 * numpy_segments("san", reward, stratum) + 0.4 * numpy_segments(
       "gn", reward, stratum

@@ -1,7 +1,6 @@
-"""Speed of the text encoder against sentence-transformers: same weights, texts and cores, vectors
-compared.
+"""Measures the text encoder against sentence-transformers: same weights, texts, cores and vectors.
 
-    pip install sentence-transformers==6.2.0      # of this benchmark alone
+    pip install sentence-transformers==6.2.0      # for this benchmark alone
     python experiments/benchmarks/bench_encoder.py [--encoder=DIR] [--corpus=FILE] [--texts=512]
 
 Both sides tokenise, encode, pool and normalise the same passages and then as many short queries, in

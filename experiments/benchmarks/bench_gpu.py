@@ -1,5 +1,4 @@
-"""How much of an accelerator the update and the decoding use, at several model sizes with random
-weights.
+"""Measures how much of an accelerator update and decoding use, at several sizes, random weights.
 
     python experiments/benchmarks/bench_gpu.py    # 135M, 1.5B and 3B, under 8 minutes on a GPU
     python experiments/benchmarks/bench_gpu.py --sizes=SmolLM2-135M --layers=2 --rows=1 \\
@@ -62,8 +61,7 @@ def copy_bandwidth(size: int) -> float:
 
 
 def rollouts(a, vocabulary: int):
-  """[Q][K] random rollouts of a prompt, searches and an answer, their lengths spread as those of
-  search agents."""
+  """Makes [Q][K] random rollouts of a prompt, searches and an answer, as long as search agents'."""
   rng = np.random.default_rng(0)
   short = a.length / 4096
   groups = []
@@ -144,11 +142,12 @@ def measure_decode(model: decoder.DecoderConfig, a) -> dict[str, float]:
     return tokens
 
   seconds = best_seconds(run, a.repeats)
+  # this program reads a lane's whole cache
   return {
     "tokens_per_second": block * a.lanes / seconds,
     "seconds_per_token": seconds / block,
     "bytes": costs.decode_bytes(model, a.lanes, a.length),
-  }  # this program reads a lane's whole cache
+  }
 
 
 def known_peak() -> costs.Device | None:

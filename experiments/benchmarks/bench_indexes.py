@@ -1,18 +1,17 @@
-"""What an index finds, holds and costs: recall on real questions, and size and time on random
-vectors.
+"""Measures what an index finds on real questions, and its size and time on random vectors.
 
     python experiments/benchmarks/bench_indexes.py recall --indexes=DIR --questions=FOLDER \\
         [--kinds flat hnsw]
     python experiments/benchmarks/bench_indexes.py scale --counts 1000000 4000000 \\
         [--dimension=384] [--kinds flat hnsw]
 
-`recall` takes the indexes that experiments/build_index.py made in DIR and every question whose gold
-passages are known (`"evidence": "gold"`, their ids in `evidence_ids`). Recall at 3 of a question is
-the share of its gold passages among the first three; a question of three hops has three of them.
-BM25 and its fusion with the first kind stand beside it; each kind's ratio to flat says what the
-approximation costs.
+`recall` takes the indexes that experiments/build_index.py made in DIR, and every question whose
+gold passages are known (`"evidence": "gold"`, their ids in `evidence_ids`). Recall at 3 of a
+question is the share of its gold passages among the first three; a question of three hops has three
+of them. BM25 and its fusion with the first kind stand beside it. Each kind's ratio to flat says
+what the approximation costs.
 
-`scale` builds each index over random unit vectors in a process of its own and tells processor time,
+`scale` builds each index over random unit vectors in a process of its own. It tells processor time,
 peak memory and query time on one thread, beside the sizes that `--predict` of build_index tells.
 Random vectors have no neighbours worth finding, so they say nothing of recall; they are the hardest
 case for time.
@@ -146,8 +145,7 @@ def measure_recall(a) -> None:
 
 
 class RandomVectors:
-  """Unit vectors drawn as they are read, none of them kept; `seconds` of processor time went into
-  drawing."""
+  """Draws unit vectors as they are read and keeps none; `seconds` of processor time it took."""
 
   def __init__(self, count: int, dimension: int):
     self.count, self.dimension, self.seconds = count, dimension, 0.0

@@ -1,5 +1,4 @@
-"""A retrieval server's throughput and latency at 64 clients, against the same server without
-batching.
+"""Measures a retrieval server at 64 clients against the same server without batching.
 
     python experiments/benchmarks/bench_retriever.py --questions=$STRATIFIED_DATA/questions \\
         --corpus=$STRATIFIED_DATA/corpus.jsonl.gz
@@ -9,7 +8,7 @@ batching.
 Each client is a connection that sends one query, waits for the passages and sends the next, as
 rollouts do; no query repeats. The clients share the machine with the server. `one at a time` is the
 reference of the ratio: the server searches for one query at a time (--max_batch=1), everything else
-equal. The two take turns, and the median of the rounds counts, since this machine's other programs
+equal. The two take turns, and the median of the rounds counts, since other programs of the machine
 come and go. `client` is a trainer's way of asking: 512 queries in one call of HttpRetriever.
 """
 
@@ -75,8 +74,7 @@ class Server:
 
 
 async def load(url: str, queries, seconds: float) -> tuple[float, list[float]]:
-  """(queries a second, seconds of each query) with all clients asking for that long; `queries` is
-  an iterator."""
+  """Has all clients ask for that long: (queries a second, seconds of each query)."""
   took, stop = [], time.perf_counter() + seconds
   host, port = url.removeprefix("http://").split(":")
 
@@ -93,8 +91,7 @@ async def load(url: str, queries, seconds: float) -> tuple[float, list[float]]:
 
 
 async def exchange(reader, writer, body: bytes) -> bytes:
-  """One request on a kept connection, on bare sockets: an HTTP library would take more time here
-  than the server."""
+  """Sends one request on a kept bare socket: an HTTP library would take longer than the server."""
   writer.write(
     b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n"
     % (wire.PATH.encode(), len(body))
@@ -108,7 +105,7 @@ async def exchange(reader, writer, body: bytes) -> bytes:
 
 
 def endless(texts: list[str]):
-  """The questions, then again with a number behind each, so that no query is asked twice."""
+  """Yields the questions, then again with a number behind each, so that no query comes twice."""
   number = 0
   while True:
     yield from (f"{text} {number}" if number else text for text in texts)
@@ -116,7 +113,7 @@ def endless(texts: list[str]):
 
 
 def from_trainer(url: str, queries) -> float:
-  """Queries a second of one caller that asks for 512 at once."""
+  """Measures queries a second of one caller that asks for 512 at once."""
   retriever, asked = HttpRetriever(url), [next(queries) for _ in range(512)]
   start = time.perf_counter()
   retriever.search(asked, _TOPK.value)
@@ -130,9 +127,8 @@ def measure(kind: str, texts: list[str]) -> dict[str, list]:
   )
   with Server(*flags_of(kind)) as batched, Server(*flags_of(kind), "--max_batch=1") as one:
     for url in (batched, one):
-      asyncio.run(
-        load(url, queries, min(2.0, _SECONDS.value))
-      )  # connections, caches and compilation
+      # connections, caches and compilation
+      asyncio.run(load(url, queries, min(2.0, _SECONDS.value)))
     for _ in range(_ROUNDS.value):
       for name, took, url in (("one", "took_one", one), ("batched", "took", batched)):
         rate, times = asyncio.run(load(url, queries, _SECONDS.value))

@@ -1,5 +1,4 @@
-"""Speed of the in-process sampler against `transformers.generate`: same weights, batch, prompts and
-lengths.
+"""Measures the in-process sampler against `transformers.generate`: same weights, prompts, lengths.
 
     python experiments/benchmarks/bench_rollout.py [--model=tiny] [--repeats=5] [--json=FILE]
     python experiments/benchmarks/bench_rollout.py --model=.cache/models/smollm2-135m-instruct
@@ -85,8 +84,7 @@ def theirs(reference, a, prompts):
 
 
 def largest_gap(reference, prompts, completions) -> float:
-  """Greatest difference between a sampled token's log-prob and the reference model's: both sides
-  are one policy."""
+  """Largest difference of a sampled token's log-prob from the reference's: both are one policy."""
   import torch
 
   gap = 0.0

@@ -1,5 +1,4 @@
-"""Where the time of a training step goes: rollout, retrieval, update, everything else; and the
-share of padding.
+"""Measures where a training step's time goes: rollout, retrieval, update, the rest; and padding.
 
     python experiments/benchmarks/bench_step.py --workdir=runs/tiny    # a run that exists
     python experiments/benchmarks/bench_step.py [--steps=20] [--warm-start=300]    # a run of `tiny`
@@ -20,8 +19,7 @@ PARTS = {"rollout": "time/rollout_s", "retrieval": "time/search_s", "update": "t
 
 
 def short_run(workdir, steps: int, warm_start: int) -> None:
-  """Trains `tiny` into `workdir` with a shortened warm start; what it prints goes to standard
-  error."""
+  """Trains `tiny` into `workdir` with a short warm start; it prints to standard error."""
   changes = {
     "num_steps": steps,
     "warm_start.num_steps": warm_start,
@@ -43,7 +41,7 @@ def short_run(workdir, steps: int, warm_start: int) -> None:
 
 
 def counted(rows) -> list[dict]:
-  """The rows of training steps but the first, and those right after an evaluation."""
+  """Picks the rows of training steps but the first, and those right after an evaluation."""
   evaluated = {row["step"] for row in rows if "eval/exact_match" in row}
   steps = [row for row in rows if "time/step_s" in row]
   return [row for row in steps[1:] if row["step"] - 1 not in evaluated]

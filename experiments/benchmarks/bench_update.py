@@ -1,5 +1,4 @@
-"""Speed of the update against PyTorch: same model, loss, gradients, clipping and AdamW, on the same
-cores.
+"""Measures the update against PyTorch: same model, loss, gradients, clipping, AdamW and cores.
 
     python experiments/benchmarks/bench_update.py [--model=tiny] [--repeats=5] [--workdir=RUN] \\
         [--compile] [--json=FILE]
@@ -37,24 +36,18 @@ from stratified.runs import build, stages
 from stratified.types import Question, Segment, Trajectory
 
 LEARNING_RATE = 1e-4
-MINI_BATCHES = (
-  4,
-  8,
-  16,
-  32,
-  64,
-)  # rollouts that PyTorch runs at once, from which it gets the fastest
+# rollouts that PyTorch runs at once, from which it gets the fastest
+MINI_BATCHES = (4, 8, 16, 32, 64)
 
 
 def full_rows(count, length, vocabulary):
-  """(token ids, loss mask) of rollouts that fill a row each; their first token is the prompt."""
+  """(token ids, policy mask) of rollouts that fill a row each; their first token is the prompt."""
   rng = np.random.default_rng(0)
   return [(rng.integers(0, vocabulary, length), np.arange(length) > 0) for _ in range(count)]
 
 
 def demonstrations(count):
-  """(token ids, loss mask) of search rollouts of the encyclopedia, in the order of their
-  questions."""
+  """(token ids, policy mask) of the encyclopedia's search rollouts, in the order of questions."""
   config = paired_timing.config_of("tiny")
   config.warm_start.demonstrations_per_step, config.warm_start.context_weight = count, 0.0
   config.warm_start.num_steps = 1
@@ -66,8 +59,7 @@ def demonstrations(count):
 
 
 def rollouts_of(workdir, count, vocabulary):
-  """(token ids, loss mask) with the lengths of a run's newest rollouts; the tokens themselves are
-  random."""
+  """(token ids, policy mask) as long as a run's newest rollouts; the tokens are random."""
   rng, found = np.random.default_rng(0), []
   for path in sorted((pathlib.Path(workdir) / "trajectories").glob("step_*.jsonl"), reverse=True):
     for record in files.read_rows(path)[0]:
@@ -122,8 +114,7 @@ class Ours:
 
 
 class Theirs:
-  """One update of padded mini-batches of `size` rollouts a call; `options` go to
-  torch.optim.AdamW."""
+  """One update of padded mini-batches of `size` rollouts a call; torch's AdamW gets `options`."""
 
   def __init__(self, reference, weights, rollouts, size, options, compiled=False):
     import torch
@@ -160,8 +151,7 @@ class Theirs:
 
 
 def _padded(rollouts):
-  """(token ids [B, T], targets [B, T - 1] with -100 where the loss does not look), padded on the
-  right."""
+  """Pads on the right: (token ids [B, T], targets [B, T - 1], -100 where the loss doesn't look)."""
   import torch
 
   longest = max(len(token) for token, _ in rollouts)
@@ -173,8 +163,7 @@ def _padded(rollouts):
 
 
 def fastest(reference, weights, rollouts, a):
-  """The PyTorch side with the mini-batch size and AdamW implementation that take least time
-  here."""
+  """Finds the PyTorch side whose mini-batch size and AdamW implementation take least time."""
 
   def seconds(size, options):
     run = Theirs(reference, weights, rollouts, size, options)

@@ -1,5 +1,4 @@
-"""What the benchmarks against PyTorch share: the same weights and cores on both sides, measurements
-taken in turns."""
+"""Shared by benchmarks against PyTorch: equal weights and cores, measurements taken in turns."""
 
 from collections.abc import Callable
 import dataclasses
@@ -18,8 +17,7 @@ from stratified.runs import build
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-  """Seconds of each run of one side: by the clock, and of processor time (user and system, all
-  threads)."""
+  """Seconds of each run of one side: by the clock, and of processor time on all threads."""
 
   wall: tuple[float, ...]
   processor: tuple[float, ...]
@@ -35,8 +33,7 @@ class Times:
 
 
 def use_cores(count: int) -> None:
-  """Confines this process, hence both libraries' thread pools, to `count` cores; before either
-  starts its threads."""
+  """Confines this process to `count` cores, before either library starts its threads."""
   here = sorted(os.sched_getaffinity(0))
   if not 1 <= count <= len(here):
     raise ValueError(
@@ -83,8 +80,7 @@ def count(params) -> int:
 
 
 def in_turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, Times]:
-  """Runs each side once to warm up, then all `repeats` times in turn, so that a disturbance meets
-  all alike."""
+  """Warms up each side, then runs all `repeats` times in turn: a disturbance meets all alike."""
   taken = {name: ([], []) for name in sides}
   for repeat in range(repeats + 1):
     for name, run in sides.items():

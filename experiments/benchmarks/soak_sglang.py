@@ -1,4 +1,4 @@
-"""Rollouts through real SGLang servers, of which one after another is killed, for as long as asked.
+"""Samples through real SGLang servers and kills one after another, for as long as asked.
 
     python experiments/benchmarks/soak_sglang.py [--minutes=10] [--rollouts=200] [--servers=2] \\
         [--sync=disk] [--json=FILE]
@@ -56,8 +56,7 @@ LIMITS = Limits(
 
 
 class RealServer:
-  """One server on a free port of 127.0.0.1, and the processes that belong to it, in a session of
-  their own."""
+  """A server on a free port of 127.0.0.1, with its processes in a session of their own."""
 
   def __init__(self, model: pathlib.Path, logs: pathlib.Path, launch: str = "--cpu"):
     with socket.socket() as free:
@@ -99,7 +98,7 @@ class RealServer:
     self.process.wait()
 
   def ready(self, seconds: float = 600.0) -> "RealServer":
-    """Waits for it; raises RuntimeError with the end of its log where it does not come up."""
+    """Waits until it is up; else raises RuntimeError with the end of its log."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and self.process.poll() is None:
       with contextlib.suppress(OSError):
@@ -112,8 +111,7 @@ class RealServer:
 
 
 class Killer(threading.Thread):
-  """Kills a random server at random times, `every` seconds apart on average, and starts it
-  again."""
+  """Kills a random server about every `every` seconds, at random times, and starts it again."""
 
   def __init__(self, servers: list[RealServer], fleet: Servers, every: float, seed: int):
     super().__init__(daemon=True)
@@ -141,8 +139,7 @@ class Killer(threading.Thread):
 
 
 def faults_of(model, params, groups, step: int, tolerance: float) -> tuple[list[str], float]:
-  """What is wrong with a step's rollouts, and the largest difference of a log-prob from the
-  trainer's."""
+  """Finds what is wrong with a step's rollouts, and the largest log-prob gap to the trainer."""
   flat = [one for group in groups for one in group]
   wrong = [f"{one.question.id}, sample {one.sample}: {one.fault}" for one in flat if one.fault]
   whole = [one for one in flat if not one.fault]
@@ -173,7 +170,7 @@ def faults_of(model, params, groups, step: int, tolerance: float) -> tuple[list[
 
 
 def soak(a, servers: list[RealServer]) -> dict:
-  """Steps until the time is over; the figures."""
+  """Steps until the time is over; returns the figures."""
   tokenizer, model = vocabulary.build(), hugging_face.load_config(a.model, dtype=a.dtype)
   first = hugging_face.load_params(a.model, model, dtype="float32")
   states = [

@@ -1,4 +1,4 @@
-"""Three bandits of two strategies each, learnt by policy gradient with the library's estimators.
+"""Trains three bandits of two strategies each, by policy gradient with the library's estimators.
 
 A strategy is a stratum: the policy first chooses a strategy, then an act inside it; acts pay 0 or
 1. With separate parameters the choice and the acts have logits of their own (a hierarchical
@@ -22,8 +22,7 @@ LEARNING_RATE = 1.0
 
 
 class Bandit(NamedTuple):
-  """Probabilities at the start, of strategies [S] and of the acts inside each [S, A]; success rates
-  [S, A].
+  """Starting probabilities of strategies [S] and of acts inside each [S, A]; success rates [S, A].
 
   drawn  the strategy is drawn for the policy, always from choice_s: nobody's choice
   """
@@ -47,8 +46,7 @@ class Setting(NamedTuple):
 
 
 class Curves(NamedTuple):
-  """By step, before its update: expected reward, probability of strategy 1, success rate inside
-  it."""
+  """By step, before its update: expected reward, probability of strategy 1, success inside it."""
 
   reward: Any
   share: Any
@@ -61,8 +59,7 @@ def better() -> Bandit:
 
 
 def learnt(share: float = 0.1) -> Bandit:
-  """A strategy that must be learnt: 0.9 for one act in four that is rare at first, 0.1 for the
-  others.
+  """A strategy that must be learnt: 0.9 for one act in four, rare at first, and 0.1 for the rest.
 
   Its success rate at the start is 0.18, the other strategy's always 0.4.
   """
@@ -77,8 +74,10 @@ def luck() -> Bandit:
 
 
 def log_policy(params, shared, drawn=False):
-  """log p(strategy, act), [S, A]; params = (choice logits [S], act logits [S, A]). `drawn` bars
-  `shared`."""
+  """log p(strategy, act), [S, A], of params = (choice logits [S], act logits [S, A]).
+
+  A bandit whose strategy is `drawn` can't be `shared`.
+  """
   choice_s, act_sa = params
   choice_s = jnp.where(drawn, jax.lax.stop_gradient(choice_s), choice_s)
   # One logit for each pair is the case in which a strategy's logit is its acts' log-sum-exp.
@@ -116,8 +115,7 @@ def estimated(estimator, setting: Setting, pair_qk, reward_qk, key, step):
 
 
 def train(estimator, setting: Setting, key, steps: int) -> Curves:
-  """Plain gradient ascent on (1 / (Q K)) sum_i A_i log p(strategy_i, act_i), fresh rollouts at each
-  step."""
+  """Ascends (1 / (Q K)) sum_i A_i log p(strategy_i, act_i), with fresh rollouts at each step."""
   bandit = setting.bandit
 
   def step(params, t):
@@ -151,8 +149,7 @@ def train_all(estimator, settings: Setting, keys, steps: int) -> Curves:
 
 @functools.partial(jax.jit, static_argnames=("estimator", "groups"))
 def first_push(estimator, setting: Setting, key, groups: int):
-  """What a group pushes at the start: on strategy 1's logit and on the logit of its first act,
-  [groups] each.
+  """What groups push at the start on strategy 1's logit, and on its first act's, [groups] each.
 
   (1/K) sum_i A_i d log p_i / d logit, with separate parameters; a third array holds (1/K) sum_i
   A_i^2.

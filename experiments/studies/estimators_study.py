@@ -1,12 +1,11 @@
-"""What each estimator rewards: the tables and figures of ESTIMATORS.md, from the library's own
-kernels.
+"""Makes the tables and figures of ESTIMATORS.md, on what each estimator rewards.
 
     python experiments/studies/estimators_study.py [--out DIR] [--seeds N]
 
-Writes ESTIMATORS.md and figures/*.svg into --out, the folder of this file by default. The page's
-words stand in ESTIMATORS.md itself; each table there, between `<!-- made: NAME -->` and `<!-- end
--->`, is replaced by the one that this command computes. Seeds are fixed: the same command gives the
-same page.
+It uses the library's own kernels, and writes ESTIMATORS.md and figures/*.svg into --out, the folder
+of this file by default. The page's words stand in ESTIMATORS.md itself; each table there, between
+`<!-- made: NAME -->` and `<!-- end -->`, is replaced by the one that this command computes. Seeds
+are fixed: the same command gives the same page.
 """
 
 import argparse
@@ -140,8 +139,7 @@ def attenuation_figure() -> str:
 def figure(
   panels, width: int, height: int, columns: int, x_label: str, names: Sequence[str] = ()
 ) -> str:
-  """A file of panels under one legend; the curves take their colours from the order of `names`, the
-  names of all curves if none are given."""
+  """Draws panels under one legend, colours in the order of `names` (all curves' by default)."""
   names = names or list(dict.fromkeys(one.name for panel in panels for one in panel.series))
   looks = plots.colors(names)
   panels = [
@@ -189,8 +187,7 @@ def settings() -> dict[tuple, bandits.Setting]:
 
 
 def train(made: dict[tuple, bandits.Setting], seeds: int, steps: int, names=None):
-  """Estimator -> key of `made` -> curves of [seeds, steps]; all estimators see the same random
-  numbers."""
+  """Estimator -> key of `made` -> curves [seeds, steps]; all see the same random numbers."""
   keys, stacked = jax.vmap(jax.random.key)(jnp.arange(seeds)), bandits.stack(made.values())
   chosen = {
     name: one for name, one in bandits.estimators(steps).items() if names is None or name in names
@@ -227,8 +224,7 @@ def reward_table(result, name: str, share: float) -> str:
 
 
 def steps_until(reached_nt) -> str:
-  """The median over seeds of the first step at which it holds, and the middle 80 % of seeds; or
-  "never"."""
+  """Median over seeds of the first step at which it holds, and the middle 80 %; or "never"."""
   first = np.where(reached_nt.any(axis=1), reached_nt.argmax(axis=1), np.inf)
   low, middle, high = (
     f"{x:.0f}" if x < np.inf else "never"
@@ -275,8 +271,7 @@ def luck_table(result) -> str:
 
 
 def inside_table(result) -> str:
-  """Where bandit B ends at equal RMS: seeds that moved to the strategy, its probability, success
-  inside."""
+  """Where bandit B ends at equal RMS: seeds that moved to the strategy, its share, its success."""
   rows = []
   for estimator, curves in result.items():
     row = [estimator]
@@ -338,8 +333,7 @@ def band(name: str, values_nt) -> plots.Series:
 
 
 def reward_figure(result, name: str, share: float, steps: int = STEPS) -> str:
-  """Expected reward in the first steps at equal RMS: a row for each kind of policy, a column a
-  family."""
+  """Draws early reward at equal RMS: a row for each kind of policy, a column a family."""
   panels = []
   for shared, kind in ((False, "separate"), (True, "shared")):
     for family, members in FAMILIES.items():
@@ -368,8 +362,7 @@ def mechanism_figure(result) -> str:
 
 
 def fill(page: str, tables: dict[str, str]) -> str:
-  """The page with each marked block replaced; raises ValueError unless blocks and tables are the
-  same set."""
+  """Replaces each marked block of the page; ValueError unless blocks and tables are one set."""
   block = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
   marked = [match[2] for match in block.finditer(page)]
   if sorted(marked) != sorted(tables):

@@ -3,6 +3,9 @@
 The template is a Jinja program that comes with the weights, so it runs in Jinja's immutable
 sandbox. It has no clock: a template that asks for today's date takes its own default, and a prompt
 never changes overnight.
+
+transformers would do the same; importing its tokenizers and configs alone takes 2.8 CPU seconds of
+every start, jinja2 and tokenizers 0.1. The tests compare with it.
 """
 
 from collections.abc import Mapping, Sequence

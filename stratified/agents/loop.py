@@ -112,8 +112,7 @@ class _Ended(dict):
 
 
 def _remember(encode: Callable) -> Callable[[str], tuple[int, ...]]:
-  """Encodes each text once: rollouts of a question share their prompt and most of their
-  passages."""
+  """Encodes each text once: rollouts of a question share their prompt and most passages."""
   known = {}
 
   def remembered(text):

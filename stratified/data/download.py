@@ -22,10 +22,8 @@ import urllib.request
 from stratified import files
 
 BLOCK = 2**20
-_BROKEN = (
-  OSError,
-  http.client.HTTPException,
-)  # what a lost connection may raise; HTTPError is an OSError too
+# what a lost connection may raise; HTTPError is an OSError too
+_BROKEN = (OSError, http.client.HTTPException)
 
 
 @dataclasses.dataclass(frozen=True)

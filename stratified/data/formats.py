@@ -161,9 +161,8 @@ def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
   try:
     found = json.loads(text)
   except ValueError as error:
-    if (
-      text.lstrip().startswith("{") and "\n{" in text
-    ):  # JSON Lines that are called .json, as MuSiQue's mirrors are
+    # JSON Lines that are called .json, as MuSiQue's mirrors are
+    if text.lstrip().startswith("{") and "\n{" in text:
       yield from ((f"{path}, line {line}", record) for line, record in read_jsonl(path))
       return
     raise ValueError(f"{path}: not JSON ({error}); get it again") from error

@@ -1,4 +1,4 @@
-"""Turns raw files into those that training and evaluation read, each written whole or not."""
+"""Turns raw files into those that training and evaluation read, written whole or not at all."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import csv

@@ -134,9 +134,8 @@ def hops_of(source: str, record: dict) -> int | None:
 
 def _epoch_order(size: int, seed: int, epoch: int, count: int) -> np.ndarray:
   order = np.random.default_rng((seed, epoch)).permutation(size)
-  carried = (
-    epoch * size % count
-  )  # so many of the epoch before share a step with the first of this one
+  # so many of the epoch before share a step with the first of this one
+  carried = epoch * size % count
   if carried:
     # They wait until that step is over. The last `count`, which the next epoch looks at, stay put.
     before = np.random.default_rng((seed, epoch - 1)).permutation(size)[-carried:]

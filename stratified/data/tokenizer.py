@@ -41,8 +41,7 @@ class Tokenizer:
 
   @classmethod
   def from_file(cls, path: str | os.PathLike, eos: str | None = None) -> "Tokenizer":
-    """Reads a Hugging Face tokenizer.json. Its special tokens are found in text, as chat templates
-    need.
+    """Reads a tokenizer.json; special tokens are found in text, as chat templates need.
 
     eos: the end-of-text token; by default the `eos_token` of the tokenizer_config.json beside the
     file, else the first of the usual ones that the vocabulary has.

@@ -31,9 +31,8 @@ ROLES = ("query", "passage")
 # Tokens of one batch on one device. On a CPU a batch should stay in its caches.
 BATCH_TOKENS = {"cpu": 2048}
 _ACCELERATOR_TOKENS = 65536
-_IN_FLIGHT = (
-  3  # batches dispatched and not yet fetched: enough to tokenise while the device computes
-)
+# batches dispatched and not yet fetched: enough to tokenise while the device computes
+_IN_FLIGHT = 3
 _MASKED = -1e30
 
 
@@ -364,8 +363,7 @@ def bucket(length: int, most: int) -> int:
 
 
 def batch_rows(t: int, left: int, tokens: int, num_devices: int) -> int:
-  """Rows of a batch of texts of t tokens: a power of two times the devices, within `tokens` a
-  device."""
+  """Rows of a batch of texts of t tokens: a power of two a device, within its `tokens`."""
   full = 1 << max(0, (tokens // t).bit_length() - 1)
   needed = 1 << max(0, -(-left // num_devices) - 1).bit_length()
   return min(full, needed) * num_devices

@@ -1,8 +1,10 @@
-"""Reads a text encoder's directory (config.json, safetensors, tokenizer.json) into a flat table.
+"""Reads a text encoder's directory into a flat table of weights.
 
-config = load_config(directory)
-params = load_params(directory, config)
-sha256 = fingerprint(directory)
+    config = load_config(directory)
+    params = load_params(directory, config)
+    sha256 = fingerprint(directory)
+
+A directory holds config.json, safetensors and tokenizer.json.
 """
 
 import contextlib

@@ -105,7 +105,11 @@ def _standard_error(values: Sequence[float]) -> float | None:
 
 
 def metrics_row(scores: dict[str, dict[str, Any]], main: str = "held_out") -> dict[str, float]:
-  """Makes a row: eval/exact_match, eval/exact_match_hops_H of the main set, eval/NAME/... else."""
+  """Makes the row of an evaluation.
+
+  The main set has eval/exact_match, eval/exact_match_hops_H and the like, others
+  eval/NAME/exact_match.
+  """
   row = {
     "eval/exact_match": scores[main]["exact_match"],
     "eval/searches_mean": scores[main]["searches_mean"],

@@ -181,9 +181,8 @@ def collectives(text: str, *, dynamic: float = 1.0, num_devices: int = 1) -> lis
       where = re.search(r'op_name="([^"]*)"', line)
       results = list(_arrays(match.group(1)))
       if match.group(2).endswith("-start") and len(results) > 1:
-        results = [
-          array for array in results if array.shape
-        ]  # (operands, results), then perhaps two scalars
+        # (operands, results), then perhaps two scalars
+        results = [array for array in results if array.shape]
         results = results[len(results) // 2 :]
       found += [
         Collective(kind, array, group, times[name], where.group(1) if where else "")

@@ -63,8 +63,7 @@ def packed(
   window: int = 0,
   local=None,
 ) -> jax.Array:
-  """Softmax attention of packed rows, [R, T, H, K]; each device attends over its own rows and
-  heads.
+  """Softmax attention of packed rows [R, T, H, K]; each device takes its own rows and heads.
 
   `implementation`: one of IMPLEMENTATIONS, `context_` is `context`'s result for it.
     library  jax.nn.dot_product_attention as XLA compiles it;
@@ -176,8 +175,7 @@ IMPLEMENTATIONS = {"library": _library, "cudnn": _cudnn, "splash": _splash, "fol
 
 
 def _fold(x_rthk, groups):
-  """[R, T, H, K] -> [R G, (H/G) T, K]: the heads that share keys and values become rows of one
-  product."""
+  """[R, T, H, K] -> [R G, (H/G) T, K]: heads that share keys and values are rows of one product."""
   r, t, h, k = x_rthk.shape
   return x_rthk.transpose(0, 2, 1, 3).reshape(r * groups, (h // groups) * t, k)
 

@@ -77,8 +77,7 @@ def _chunk(hidden_rtd, weight_vd, target_rt, scale):
 
 
 def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
-  """The same where `weight_vd` is this device's part of the vocabulary; rows are those of this
-  device."""
+  """The same on a device with its own rows, and its part of the vocabulary in `weight_vd`."""
   rows, size = hidden_rtd.shape[0], weight_vd.shape[0]
   everyone = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
   # Each operand says where it is to differ from device to device, so that its gradient is summed

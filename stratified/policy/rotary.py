@@ -72,9 +72,8 @@ class Yarn(NamedTuple):
 
   def frequency(self, frequency, theta):
     half = frequency.shape[0]
-    pair = lambda turns: (
-      half * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
-    )  # the pair that turns so often over the original length
+    # the pair that turns so often over the original length
+    pair = lambda turns: half * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
     low, high = pair(self.beta_fast), pair(self.beta_slow)
     if self.truncate:
       low, high = math.floor(low), math.ceil(high)

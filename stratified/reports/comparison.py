@@ -1,5 +1,4 @@
-"""Compares groups of runs that differ in more than the seed: means, spreads, intervals,
-tables.
+"""Compares groups of runs that differ in more than the seed: means, spreads, intervals, tables.
 
 A group holds the runs of one setting, usually one a seed. Intervals are 95 %: Student's t over the
 runs of a group; a run that is alone in its group has no spread over seeds, and its exact match gets

@@ -182,9 +182,8 @@ class BM25:
     score = np.zeros(len(self.passages), np.float32)
     for id in ids:
       start, end = self._starts[id], self._starts[id + 1]
-      score[self._rows[start:end]] += self._scores[
-        start:end
-      ]  # a passage comes once among a word's rows
+      # a passage comes once among a word's rows
+      score[self._rows[start:end]] += self._scores[start:end]
     best = _best(score, topk)
     return [self._hit(row, value) for row, value in zip(best.tolist(), score[best].tolist())]
 
@@ -238,9 +237,8 @@ def _index_name(passages: Sequence[Passage], settings: dict) -> str:
   )
   for passage in passages:
     contents = passage.contents.encode()
-    digest.update(
-      b"%d:" % len(contents)
-    )  # the length keeps two passages from running into each other
+    # the length keeps two passages from running into each other
+    digest.update(b"%d:" % len(contents))
     digest.update(contents)
   return f"bm25-{digest.hexdigest()[:24]}"
 

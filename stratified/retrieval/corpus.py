@@ -116,9 +116,8 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict]]:
 def json_object(raw: bytes, where: str) -> dict:
   """The JSON object that a line holds, else ValueError with `where`."""
   try:
-    record = json.loads(
-      raw.decode("utf-8-sig")
-    )  # a byte order mark may stand before the first line
+    # a byte order mark may stand before the first line
+    record = json.loads(raw.decode("utf-8-sig"))
   except UnicodeDecodeError as error:
     raise ValueError(
       f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8."

@@ -123,8 +123,7 @@ def open_dense(
   rerank: int | None = None,
   passages: PassageStore | None = None,
 ) -> Dense:
-  """Opens an index that experiments/build_index.py made: `DIR/flat`, `DIR/hnsw`, `DIR/ivf_pq` or
-  `DIR/ivf_sq`.
+  """Opens an index that experiments/build_index.py made, such as `DIR/flat` or `DIR/hnsw`.
 
   Args:
     directory: the index's folder, with manifest.json and index.faiss.

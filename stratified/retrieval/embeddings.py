@@ -112,9 +112,8 @@ def encode_corpus(
   with Progress(total, "passages encoded", done=done) as progress:
     for number, rows in todo:
       pieces = []
-      for start in range(
-        rows.start, rows.stop, 1024
-      ):  # pieces, so that progress shows within a shard
+      # pieces, so that progress shows within a shard
+      for start in range(rows.start, rows.stop, 1024):
         texts = [passages[row].contents for row in range(start, min(start + 1024, rows.stop))]
         pieces.append(encode(texts).astype(np.float16))
         progress.update(len(texts))

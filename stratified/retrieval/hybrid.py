@@ -59,7 +59,6 @@ class Hybrid:
       for rank, passage in enumerate(ranking, start=1):
         score[passage.id] = score.get(passage.id, 0.0) + 1 / (self._k + rank)
         passage_of.setdefault(passage.id, passage)
-    best = sorted(score, key=lambda id: -score[id])[
-      :topk
-    ]  # stable: the earlier retriever's comes first
+    # stable: the earlier retriever's comes first
+    best = sorted(score, key=lambda id: -score[id])[:topk]
     return [Passage(id, passage_of[id].title, passage_of[id].text, score[id]) for id in best]

@@ -63,8 +63,7 @@ class IndexConfig:
         )
 
   def settled(self, count: int, dimension: int) -> "IndexConfig":
-    """The same with every 0 replaced that means "by the size of the corpus"; refuses what can't be
-    fitted."""
+    """Replaces every 0 that means "by the size of the corpus"; refuses what can't be fitted."""
     rerank = self.rerank if self.rerank >= 0 else 50 if self.kind == "ivf_pq" else 0
     if not self.kind.startswith("ivf"):
       return dataclasses.replace(self, rerank=rerank)

@@ -59,9 +59,8 @@ def dense(index: str, encoder: str = "", corpus: str = ""):
 
   corpus: the passages, where the index's own file has gone.
   """
-  from stratified.encoder.text_encoder import (
-    Encoder,  # jax and FAISS take seconds to import, and a server of BM25 needs neither
-  )
+  # jax and FAISS take seconds to import, and a server of BM25 needs neither
+  from stratified.encoder.text_encoder import Encoder
   from stratified.retrieval import manifest as manifests
   from stratified.retrieval.dense import open_dense
 

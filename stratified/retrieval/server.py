@@ -18,9 +18,8 @@ from stratified.retrieval.corpus import RetrieverError
 
 _JSON = "application/json"
 RETRY_AFTER_S = 1  # what a client is told when the queue is full
-KEEP_ALIVE_S = (
-  75  # longer than a client keeps an idle connection, so that the client is the one to close it
-)
+# longer than a client keeps an idle connection, so that the client is the one to close it
+KEEP_ALIVE_S = 75
 
 
 def make_app(

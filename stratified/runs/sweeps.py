@@ -89,9 +89,8 @@ def share_warm_start(job: Job) -> pathlib.Path | None:
     return None
   for other in sorted(job.workdir.parent.glob("*/config.json"), key=workdirs.natural):
     donor = workdirs.read(other.parent)
-    checkpoint = (
-      donor.path / "warm_start" / "checkpoints" / str(steps)
-    )  # Orbax gives this name to a whole one only
+    # Orbax gives this name to a whole one only
+    checkpoint = donor.path / "warm_start" / "checkpoints" / str(steps)
     rows = [row for row in donor.rows if "warm_start/step" in row]
     whole = checkpoint.is_dir() and [row["warm_start/step"] for row in rows] == list(
       range(1, steps + 1)

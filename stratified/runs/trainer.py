@@ -53,12 +53,15 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
     seats = [stack.enter_context(seat_of(run, parts, workdir)) for parts in run.stages]
     number, restored = newest(seats, workdir)
     last = number == len(seats) - 1
-    writer = Writer(
-      workdir,
-      resume_step=restored[1] if restored and last else None,
-      warm_start_step=seats[0].saved.latest_step or 0,
-      active=processes.is_first(),
-    )
+    try:
+      writer = Writer(
+        workdir,
+        resume_step=restored[1] if restored and last else None,
+        warm_start_step=seats[0].saved.latest_step or 0,
+        active=processes.is_first(),
+      )
+    except ValueError as error:  # a damaged line, by its number
+      raise Unusable(f"{error}") from error
     around = stages.Surroundings(run, workdir, sampler, judge, stack.enter_context(writer))
     params = (
       None

@@ -183,8 +183,7 @@ def evaluated(run: Run, step: int) -> bool:
 
 
 def problem(run: Run, step: int | None) -> str | None:
-  """Why the run has no end result, in a sentence; None if it has one. `step` None is each run's
-  planned end."""
+  """Says why the run has no end result at `step` (None: its planned end); None if it has one."""
   if not run.steps:
     return f"{run.path} has no training step yet: it is left out."
   if step is not None:

@@ -1,11 +1,9 @@
-"""The in-process sampler: jitted prefill and decode over a fixed set of lanes that are refilled as
-rollouts end.
+"""Samples in this process: jitted prefill and decode over lanes that are refilled as rollouts end.
 
 A lane holds the key-value cache of one rollout. `poll` admits what is queued, runs what each
-rollout has been fed since its last turn, and decodes a block of tokens for every lane until some
+rollout has been fed since its last turn, and decodes blocks of tokens for every lane until some
 generation ends. The samples of a question share one prefill of their prompt. What is sampled
-depends on (seed, step, question, sample, position) alone: lanes, blocks and the clock have no part
-in it.
+depends on (seed, step, question, sample, position) alone, never on lanes, blocks or the clock.
 """
 
 import collections
@@ -31,9 +29,9 @@ CHUNK = 1024
 class SamplerConfig(Settings):
   """What the in-process sampler is made of.
 
-  length: tokens a lane can hold. temperature 0 is greedy decoding (log-probs are then at
-  temperature 1). A prefill call serves fewer lanes than `rows` where their tokens would be more
-  than prefill_tokens (its scores take prefill_tokens x length x heads x 4 bytes).
+  length: tokens that a lane can hold. temperature: 0 is greedy decoding, with log-probs at
+  temperature 1. A prefill call serves fewer lanes than `rows` where their tokens would be more than
+  prefill_tokens (its scores take prefill_tokens x length x heads x 4 bytes).
   """
 
   SECTION = "sampler"
@@ -74,8 +72,7 @@ class _Lane:
 
 
 class JaxSampler:
-  """Implements stratified.sampling.interface.Sampler on devices of one process, the first one
-  unless others are given.
+  """Implements sampling.interface.Sampler on this process's first device, or those given.
 
   Lane i lies on device i // lanes of them. The samples of a question go to one device where it has
   room, to share the prefill of their prompt.
@@ -94,8 +91,7 @@ class JaxSampler:
     self.stats = {"decoded": 0, "lane_steps": 0, "prefilled": 0, "prefill_slots": 0}
 
   def load(self, params: Any, step: int) -> None:
-    """Samples from `params` (the trainer's, sharded or not) from now on; every cached prefix is
-    forgotten."""
+    """Samples from `params` (the trainer's, sharded or not) from now on; forgets prefixes."""
     del step
     if self._busy():
       raise RuntimeError("load() while generations are running: poll them to their end first")
@@ -189,8 +185,7 @@ class JaxSampler:
     self._share(shared.values())
 
   def _lane_for(self, request: Request) -> int | None:
-    """The rollout's own lane, else a free one, else that of the rollout that has waited longest for
-    its next turn."""
+    """The rollout's own lane, else a free one, else that of who has waited longest for a turn."""
     if request.key in self._by_key:
       return self._by_key[request.key]
     free = self._free(request.key[:2])
@@ -211,8 +206,7 @@ class JaxSampler:
     return index
 
   def _free(self, question: tuple[int, int]) -> list[int]:
-    """Free lanes: those of the question's own device first, then those of the device that has most
-    of them."""
+    """Free lanes: the question's own device first, then the device that has most of them."""
     free = [i for i, lane in enumerate(self._lanes) if lane is None]
     if self._mesh.size == 1:
       return free
@@ -256,8 +250,7 @@ class JaxSampler:
       )
 
   def _share(self, shared) -> None:
-    """Copies a prompt's keys and values from the lane that ran it to the other samples of the
-    question on its device."""
+    """Copies a prompt's keys and values from the lane that ran it to its question's other lanes."""
     lanes = self._config.lanes
     source, target = (np.full(len(self._lanes), lanes, np.int32) for _ in range(2))
     used = collections.Counter()
@@ -302,8 +295,7 @@ class JaxSampler:
     ]
 
   def _take(self, index: int, tokens: list[int], log_probs: list[float]) -> Completion | None:
-    """Appends a block's tokens to a lane as far as they count; the completion where its generation
-    ends."""
+    """Appends a block's tokens to a lane as far as they count; returns a completion at the end."""
     lane = self._lanes[index]
     request = lane.request
     room = request.max_new_tokens - len(lane.tokens)

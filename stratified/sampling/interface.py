@@ -2,10 +2,9 @@
 
 A sampler has three methods:
 
-    submit(request)     hand over one generation; returns at once
-    poll() -> list      block until at least one submitted generation has ended; return those that
-                        have
-    load(params, step)  sample from these parameters from now on; `step` is their version
+    submit(request)     takes one generation; returns at once
+    poll() -> list      waits until a submitted generation has ended; returns all that have
+    load(params, step)  samples from these parameters from now on; `step` is their version
 
 Token ids go in and come out; nothing is re-tokenised on the way.
 """
@@ -68,9 +67,10 @@ class Completion:
   """What a sampler returns for a request.
 
   token_ids, log_probs: the sampled tokens and their log-probs after temperature, same length.
-  finish: "stop" (a stop string or the end-of-text token), "length", or "fault" with `fault` saying
-  what broke. weight_versions: the step of the parameters that sampled each token, or empty: those
-  of the last load().
+  finish: "stop" (a stop string or the end-of-text token), "length", or "fault".
+  fault: what broke.
+  weight_versions: the step of the parameters that sampled each token; empty for those of the last
+    load().
   """
 
   key: tuple[int, int, int]

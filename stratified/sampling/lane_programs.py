@@ -1,9 +1,8 @@
-"""What a sampler's devices run: each decodes lanes of its own with a replica of the policy, in one
-program for all.
+"""The programs of a sampler's devices: each decodes its own lanes with a replica of the policy.
 
-Arrays that lead with lanes (b) are split over the axis `lane` of a mesh of one process's devices,
-parameters are whole on each; nothing travels between devices. A lane number is that of a lane on
-its own device.
+Arrays that lead with lanes (b) are split over the axis `lane` of a mesh of one process's devices;
+parameters are whole on each; nothing travels between devices. A lane's number counts on its own
+device.
 """
 
 from collections.abc import Sequence
@@ -26,18 +25,18 @@ def make_mesh(devices: Sequence[jax.Device]):
 
 
 def replicated(mesh) -> NamedSharding:
-  """Where parameters lie: on every device."""
+  """The sharding of parameters: whole on every device."""
   return NamedSharding(mesh, P())
 
 
 def empty_cache(mesh, model: decoder.DecoderConfig, lanes: int, length: int) -> decoder.Cache:
-  """Of `lanes` lanes on each device."""
+  """A zeroed cache of `lanes` lanes on each device."""
   make = lambda: decoder.empty_cache(model, lanes * mesh.size, length)
   return jax.jit(make, out_shardings=NamedSharding(mesh, LANES))()
 
 
 def _on_lanes(mesh, function, inputs: int, out_specs=LANES):
-  """The function of (parameters, `inputs` arrays led by lanes) on each device's part."""
+  """Runs a function of (parameters, `inputs` arrays led by lanes) on each device's part."""
   return jax.shard_map(
     function, mesh=mesh, in_specs=(P(), *[LANES] * inputs), out_specs=out_specs, check_vma=False
   )
@@ -50,8 +49,7 @@ def unstack(model, params):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def prefill(mesh, model, params, cache, lane_b, token_bt, position_bt):
-  """The cache with these tokens' keys and values; what `lane_b` or `position_bt` place past the end
-  goes nowhere."""
+  """Writes these tokens' keys and values into the cache; what lies past an end goes nowhere."""
   run = lambda params, cache, lane, token, position: decoder.extend(
     model, params, token, position, cache, lane
   )[1]
@@ -70,7 +68,7 @@ def copy_lanes(mesh, cache, source_b, target_b):
 def decode(
   mesh, model, block, temperature, top_p, seed, params, cache, token_b, position_b, key_b3
 ):
-  """`block` tokens for every lane: (cache, tokens [block, B], log-probs [block, B])."""
+  """Decodes `block` tokens for every lane: (cache, tokens [block, B], log-probs [block, B])."""
   run = functools.partial(_decode, model, block, temperature, top_p, seed)
   by_lane = P(None, "lane")
   return _on_lanes(mesh, run, 4, (LANES, by_lane, by_lane))(
@@ -103,14 +101,13 @@ def _decode(model, block, temperature, top_p, seed, params, cache, token_b, posi
 
 
 def sample(keys_b, logits_bv):
-  """One draw from each lane's softmax with its own key (Gumbel-max)."""
+  """Draws once from each lane's softmax with its own key (Gumbel-max)."""
   gumbel = jax.vmap(lambda key: jax.random.gumbel(key, logits_bv.shape[1:]))(keys_b)
   return _argmax(logits_bv + gumbel)
 
 
 def _argmax(x_bv):
-  """jnp.argmax along v as two plain reductions: XLA's CPU backend runs a reduction of pairs 4 times
-  as slowly."""
+  """jnp.argmax along v as two plain reductions: XLA's CPU backend is 4 times slower on pairs."""
   x_bv = jax.lax.optimization_barrier(x_bv)  # or each reduction would draw the noise again
   index = jnp.arange(x_bv.shape[1], dtype=jnp.int32)
   return jnp.min(jnp.where(x_bv >= x_bv.max(-1, keepdims=True), index, x_bv.shape[1] - 1), axis=-1)

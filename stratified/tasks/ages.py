@@ -1,4 +1,4 @@
-"""Questions of age over a generated encyclopedia of people: a task of two tools.
+"""Asks questions of age over a generated encyclopedia of people: a task of two tools.
 
     How much older is Marvel Dortim than Kalgin Sorvak?
 
@@ -65,7 +65,7 @@ class People:
 
 
 def people(made: EncyclopediaConfig, seed: int) -> People:
-  """The people of a seed: `entities` of them, named as in the encyclopedia."""
+  """Draws the people of a seed: `entities` of them, named as in the encyclopedia."""
   if made.entities > MOST_PEOPLE:
     raise ValueError(
       f"data.entities={made.entities} must be at most {MOST_PEOPLE} with task.name='ages'"
@@ -84,7 +84,7 @@ def people(made: EncyclopediaConfig, seed: int) -> People:
 
 
 def draw(book: People, calls: int, rng: np.random.Generator) -> tuple[str, tuple]:
-  """A question that needs so many calls: its kind, and the names and years in it."""
+  """Draws a question that needs so many calls: its kind, and the names and years in it."""
   kinds = [kind for kind, (needed, _) in WORDING.items() if needed == calls]
   kind = kinds[rng.integers(len(kinds))]
   one, other = (book.names[i] for i in rng.integers(len(book.names), size=2))
@@ -103,7 +103,7 @@ def draw(book: People, calls: int, rng: np.random.Generator) -> tuple[str, tuple
 
 
 def plan(kind: str, about: Sequence) -> list[str]:
-  """The calls that answer the question, `{0}`, `{1}` for what the ones before brought."""
+  """Plans the calls that answer a question; `{0}`, `{1}` stand for what earlier ones brought."""
   return {
     "told": [],
     "born": [f"<search> {about[0]}</search>"],
@@ -137,7 +137,7 @@ def _id(book: People, kind: str, about: Sequence) -> str:
 
 
 def of_id(asked: Question) -> tuple[str, list]:
-  """The kind of a question and what it is about, from its id."""
+  """Reads the kind of a question, and what it is about, from its id."""
   _, kind, *about = asked.id.split("/")
   return kind, [int(one) if one.isdigit() else one.replace("_", " ") for one in about]
 
@@ -150,8 +150,7 @@ def _is_held_out(id: str) -> bool:
 def questions(
   book: People, shares: Sequence[float], count: int, rng: np.random.Generator, *, held_out: bool
 ) -> list[Question]:
-  """`count` questions with these shares of 0, 1, 2, 3 calls, distinct, from one side of the
-  split."""
+  """Draws `count` distinct questions with shares of 0 to 3 calls, on one side of the split."""
   asked = {}
   for calls in spread(shares, count, rng):
     while True:
@@ -206,13 +205,13 @@ def make(config) -> Task:
 
 
 def _searching(tools: base.Tools, book: People, topk: int) -> base.Tools:
-  """The tools with a search among other people in place of theirs."""
+  """Gives the tools a search among other people in place of theirs."""
   other = Timed(Search(BM25(book.passages), topk))
   return tuple(other if tool.name == "search" else tool for tool in tools)
 
 
 def _demonstrations(config, task: Task, made: EncyclopediaConfig, topk: int) -> Callable:
-  """step -> scripted rollouts among other people, some of them at each step."""
+  """Makes step -> scripted rollouts, among other people that change with the step."""
   w = config.warm_start
 
   @functools.cache
@@ -244,13 +243,13 @@ def demonstration_config(config) -> DemonstrationConfig:
 
 
 def passages(config) -> tuple[Passage, ...]:
-  """The pages that the run searches."""
+  """Makes the pages that the run searches."""
   return people(settings.read(EncyclopediaConfig, config), config.seed).passages
 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-  """For a policy that is built here."""
+  """Makes the tokenizer of a policy that is built here."""
   texts = [*PAGE, "He She", *(way for _, ways in WORDING.values() for way in ways)]
   tools = ["search", "calculator"]
   return numbers.build([*texts, *language.FIRST_SYLLABLES], tools, language.SECOND_SYLLABLES)
@@ -259,11 +258,11 @@ def tokenizer() -> Tokenizer:
 def demonstrate(
   asked: Question, rng: np.random.Generator, *, book: People, config: DemonstrationConfig
 ) -> script.Script:
-  """Makes a number of calls drawn apart from the question, as the question's plan has them, then
-  answers with what the last one brought.
+  """Makes a drawn number of the calls of the question's plan, then answers with the last result.
 
-  With too few it answers too early; with too many it goes on searching for somebody or calculating
-  with a number at hand. `wrong_relation` is the share of calls of the other tool.
+  The number is drawn apart from the question. With too few calls it answers too early; with too
+  many it goes on searching for somebody or calculating with a number at hand. `wrong_relation` is
+  the share of calls of the other tool.
   """
   kind, about = of_id(asked)
   wanted, brought = plan(kind, about), []
@@ -286,7 +285,7 @@ def demonstrate(
 
 
 def _more(about: Sequence, brought: list[str], book: People, rng: np.random.Generator) -> str:
-  """A call that nothing asks for."""
+  """Makes a call that nothing asks for."""
   if rng.random() < 0.5:
     named = [one for one in about if isinstance(one, str)]
     name = named[rng.integers(len(named))] if named else book.names[rng.integers(len(book.names))]

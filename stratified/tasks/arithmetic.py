@@ -1,12 +1,12 @@
-"""Word problems of 0 to 3 operations on numbers too large to do by heart, with a calculator.
+"""Asks word problems of 0 to 3 operations on numbers too large to do by heart, with a calculator.
 
-    Dan has 512 cups. Ann has 43125 pens. Ann buys 871 more. Ann sells 1204. How many pens does Ann
-    have now?
+    Dan has 512 cups. Ann has 43125 pens. Ann buys 871 more. Ann sells 1204.
+    How many pens does Ann have now?
 
 A problem starts with a number and applies its operations in order; 0 operations ask for a number
-that stands in the text. Somebody else's things, which have nothing to do with it, stand somewhere
-in half of the problems. A question's id spells the problem, and a stable hash of it says whether
-training may ask it.
+that stands in the text. Half of the problems also mention somebody else's things, which have
+nothing to do with the question. A question's id spells the problem, and a stable hash of it says
+whether training may ask it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,7 +87,7 @@ class Problem:
 
   @property
   def values(self) -> tuple[int, ...]:
-    """The start and what each operation leads to; all whole."""
+    """Lists the start and what each operation leads to; all whole."""
     found = [self.start]
     for operator, number in self.steps:
       found.append(apply(found[-1], operator, number))
@@ -107,7 +107,7 @@ def apply(value: int, operator: str, number: int) -> int:
 
 
 def problem_of(question: Question) -> Problem:
-  """The problem that the question's id spells."""
+  """Reads the problem that the question's id spells."""
   _, start, *steps = question.id.split("/")
   return Problem(int(start), tuple((s[0].replace(":", "/"), int(s[1:])) for s in steps))
 
@@ -118,7 +118,7 @@ def is_held_out(problem: Problem) -> bool:
 
 
 def draw(rng: np.random.Generator, operations: int, limits: tuple[int, int]) -> Problem:
-  """A problem of so many operations on numbers within the limits; factors are below 100."""
+  """Draws a problem of so many operations on numbers within the limits; factors are below 100."""
   number = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
   problem = Problem(number(*limits), ())
   while len(problem.steps) < operations:
@@ -138,7 +138,7 @@ def draw(rng: np.random.Generator, operations: int, limits: tuple[int, int]) -> 
 
 
 def question(problem: Problem, rng: np.random.Generator, limits, second: bool = False) -> Question:
-  """The problem in words, of the second held-out set's wording where that is asked for."""
+  """Puts the problem into words; those of the second held-out set where that is asked for."""
   name, other = (NAMES[i] for i in rng.permutation(len(NAMES))[:2])
   thing, others = (THINGS[i] for i in rng.permutation(len(THINGS))[:2])
   way = lambda: 2 if second else int(rng.integers(2))
@@ -162,8 +162,7 @@ def questions(
   held_out: bool,
   second=False,
 ) -> list[Question]:
-  """`count` questions with these shares of 0, 1, 2, 3 operations, distinct, from one side of the
-  split."""
+  """Draws `count` distinct questions with shares of 0 to 3 operations, on one side of the split."""
   asked = {}
   for operations in spread(shares, count, rng):
     problems: Iterator[Problem] = iter(lambda: draw(rng, operations, limits), None)
@@ -228,7 +227,7 @@ def demonstration_config(config) -> DemonstrationConfig:
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-  """For a policy that is built here."""
+  """Makes the tokenizer of a policy that is built here."""
   sentences = [text for ways in (START, QUESTIONS, *STEPS.values()) for text in ways]
   return numbers.build([*sentences, *NAMES, *THINGS], ["calculator"])
 

@@ -1,4 +1,4 @@
-"""A task: what is asked, what it is asked with, and what the answer is worth.
+"""Defines a task: what is asked, with which tools, and what the answer is worth.
 
 A task of your own is a function `(config) -> Task`, named in the config as
 `task.name=module:function`; `limits`, `tools` and `protocol` below make its parts from the config.
@@ -31,8 +31,10 @@ Sets = dict[str, tuple[list[Question], Tools]]
 class Task:
   """What an agent is trained on.
 
-  tokenizer: `encode`, `decode`, `eos_id`, `vocab_size`. protocol: what is fed and how text is read,
-  see agents/tags.py. limits: see agents/limits.py. tools: see tools/base.py.
+  tokenizer: `encode`, `decode`, `eos_id`, `vocab_size`.
+  protocol: what is fed and how text is read, see agents/tags.py.
+  limits: see agents/limits.py.
+  tools: see tools/base.py.
   questions_at: step -> the questions of that training step, a function of the step alone.
   held_out: count -> {set: (questions, tools)}; one set is "held_out", which metrics speak of.
   sets: the same of every question set by name, None where these are the held-out ones; count None
@@ -66,7 +68,7 @@ class Task:
 
   @property
   def manifest(self) -> dict[str, Any]:
-    """What is searched, {} where nothing is."""
+    """Says what is searched; {} where nothing is."""
     return next((tool.manifest for tool in self.tools if tool.name == "search"), {})
 
 
@@ -124,10 +126,10 @@ TOOLS = {"calculator": Calculator}  # those that need nothing of a task's
 
 
 def tools(config, own: Mapping[str, Callable[[], Tool]]) -> Tools:
-  """The tools of a run, each timed: the task's own, or those that `tools` names.
+  """Opens the tools of a run, each timed: the task's own, or those that `tools` names.
 
   own: name -> a function that opens the tool. Raises ValueError, one sentence, for a name that is
-  none, or an object that is no tool.
+  none, and for an object that is no tool.
   """
   names = [
     name.strip() for name in settings.read(ToolSettings, config).tools.split(",") if name.strip()
@@ -152,8 +154,10 @@ def tools(config, own: Mapping[str, Callable[[], Tool]]) -> Tools:
 
 
 def protocol(config, tools: Sequence[Tool | type[Tool]]):
-  """The protocol of `rollout.protocol` for these tools: tags in plain text or in the model's chat
-  template, or its native tool calls."""
+  """Makes the protocol of `rollout.protocol` for these tools.
+
+  That is tags, in plain text or in the model's chat template, or its native tool calls.
+  """
   name = config.rollout.protocol
   if name == "tool_calls":
     return tool_calls.tool_calls(
@@ -166,7 +170,7 @@ def protocol(config, tools: Sequence[Tool | type[Tool]]):
 
 
 def from_checkpoint(config) -> Tokenizer:
-  """The tokenizer of the model's directory."""
+  """Reads the tokenizer of the model's directory."""
   return Tokenizer.from_file(str(pathlib.Path(config.policy.checkpoint) / "tokenizer.json"))
 
 

@@ -1,4 +1,4 @@
-"""Random draws that are functions of (seed, step, ...) alone, and shares held to within one."""
+"""Draws at random by (seed, step, ...) alone, and holds shares to within one."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ def generator(*key: int) -> np.random.Generator:
 
 
 def spread(shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
-  """`count` numbers 0, 1, ... with the given shares, in random order (systematic sampling)."""
+  """Draws `count` numbers 0, 1, ... with given shares, in random order (systematic sampling)."""
   points = (np.arange(count) + rng.random()) / count
   edges = np.cumsum(shares)[:-1]
   return rng.permutation(np.searchsorted(edges, points, side="right")).tolist()
 
 
 def check_mixture(mixture: Sequence[float], max_turns: int) -> None:
-  """Raises ValueError where the demonstrations' mixture is none, or asks for too many calls."""
+  """Raises ValueError where a mixture is no distribution, or asks for too many calls."""
   if not mixture or min(mixture) < 0 or not abs(sum(mixture) - 1) < 1e-6:
     raise ValueError(
       f"warm_start.mixture={tuple(mixture)} must be shares of at least 0 that sum to 1"

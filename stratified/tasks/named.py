@@ -1,4 +1,4 @@
-"""Tasks by their config name: the project's own, or a user's as `module:function`."""
+"""Makes the task that a config names: one of the project's, or a user's as `module:function`."""
 
 from collections.abc import Callable, Sequence
 import importlib
@@ -19,8 +19,8 @@ from stratified.tasks.search_qa import FileSettings
 from stratified.tools.search import SearchSettings
 from stratified.types import Trajectory
 
-# name -> the module with `make(config) -> Task`; with `tokenizer()`, for a policy built here; and,
-# where there is something to it, `check(config)` and `passages(config)`
+# name -> its module, which has `make(config) -> Task`, `tokenizer()` for a policy built here, and
+# may have `check(config)` and `passages(config)`
 MODULES = {
   "search_qa": "stratified.tasks.search_qa",
   "encyclopedia": "stratified.tasks.encyclopedia.task",
@@ -66,8 +66,7 @@ def name_of(config) -> str:
 
 
 def make(config) -> Task:
-  """The task that the config names. Raises ValueError or OSError, in one sentence, where it can't
-  be made."""
+  """Makes the task that the config names; ValueError or OSError, one sentence, where it can't."""
   name = name_of(config)
   if name in MODULES:
     return importlib.import_module(MODULES[name]).make(config)
@@ -87,7 +86,7 @@ def make(config) -> Task:
 
 
 def reward(config, task: Task) -> Callable[[Trajectory], Score]:
-  """What `reward.name` says; where that is left as it is, a task's own."""
+  """Makes the reward of `reward.name`; where that is left as it is, takes the task's own."""
   name = settings.read(rewards.RewardSettings, config).name
   own = task.reward if name == rewards.RewardSettings.name else None
   return own or rewards.make(name)
@@ -102,8 +101,7 @@ def check(config) -> None:
 
 
 def tokenizer(config) -> Tokenizer:
-  """The task's tokenizer without the rest of it: that of the model's directory, or the task's own
-  where the policy is made here."""
+  """Makes the task's tokenizer alone: the model directory's, or its own for a policy made here."""
   name = name_of(config)
   if config.policy.checkpoint:
     return base.from_checkpoint(config)
@@ -113,7 +111,7 @@ def tokenizer(config) -> Tokenizer:
 
 
 def passages(config) -> Sequence[Passage]:
-  """What the task searches. Raises ValueError where it searches nothing of its own."""
+  """Makes the passages that the task searches; ValueError where it searches nothing of its own."""
   module = importlib.import_module(MODULES[name]) if (name := name_of(config)) in MODULES else None
   if not hasattr(module, "passages"):
     raise ValueError(f"task.name={name!r} has no passages to search")

@@ -1,7 +1,7 @@
-"""The tokenizer of tasks with numbers: up to three digits are one token.
+"""Makes the tokenizer of tasks with numbers: up to three digits are one token.
 
 A number of more digits is cut from the left: 43125 is "431", "25". So a number is copied like a
-word, and adding two is beyond what a small policy can learn by heart.
+word, and adding two of them is beyond what a small policy can learn by heart.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,11 @@ NUMBERS = tuple(f"{n:0{digits}d}" for digits in (1, 2, 3) for n in range(10**dig
 def build(
   texts: Iterable[str], tools: Sequence[str], syllables: Sequence[str] = ()
 ) -> tokenizer.Tokenizer:
-  """A tokenizer of the words of the texts (each with the space before it), of numbers, of the tags
-  of answers, results and these tools, and of further pieces of words."""
+  """Makes a tokenizer of words, numbers, tags and further pieces.
+
+  Words are those of `texts`, each with the space before it; tags are those of answers, of results
+  and of these tools.
+  """
   words = {
     word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"\{\w+\}", "", text))
   }

@@ -1,4 +1,4 @@
-"""A scripted policy behind the sampler's interface: demonstrations through the same agent loop.
+"""Runs a scripted policy behind the sampler's interface: demonstrations from the same agent loop.
 
 A script is a generator `play(question, rng)`: it yields the text of its next turn and is sent what
 was fed since. A text that closes no tag is ended by the end-of-text token. Log-probs are 0: the
@@ -74,7 +74,7 @@ def collect(
   step: int,
   tools: Tools | None = None,
 ) -> list[list[Trajectory]]:
-  """One demonstration of each question, [Q][1]; `tools` in place of the task's where given."""
+  """Collects one demonstration of each question, [Q][1]; `tools`, if given, replace the task's."""
   return loop.collect(
     questions,
     sampler=Scripted(task.tokenizer, play, questions, seed),

@@ -1,4 +1,4 @@
-"""Questions from files, answered by searching a corpus: the task of Search-R1."""
+"""Asks questions from files, answered by searching a corpus: the task of Search-R1."""
 
 import dataclasses
 import os
@@ -67,7 +67,7 @@ def make(config) -> Task:
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-  """For a policy that is built here."""
+  """Makes the tokenizer of a policy that is built here."""
   return vocabulary.build()
 
 
@@ -77,13 +77,13 @@ def search(config) -> Search:
 
 
 def first(questions: list[Question], count: int | None) -> list[Question]:
-  """The first `count` of an order that does not change with the count; None is all."""
+  """Takes the first `count` of an order that does not change with the count; None is all."""
   size = len(questions) if count is None else min(count, len(questions))
   return readers.questions_at(questions, seed=0, step=0, count=size)
 
 
 def evaluation_questions(config) -> list[Question]:
-  """All questions from files that training does not see."""
+  """Reads all questions from files that training does not see."""
   d = config.data
   if d.evaluation:
     return readers.read_questions(path_of(d.evaluation))
@@ -91,12 +91,12 @@ def evaluation_questions(config) -> list[Question]:
 
 
 def passages(config) -> list[Passage]:
-  """The passages of the corpus file."""
+  """Reads the passages of the corpus file."""
   return read_corpus(path_of(config.data.corpus))
 
 
 def path_of(value: str) -> pathlib.Path:
-  """A path from the config; `$STRATIFIED_DATA` in front of it is the folder of real data."""
+  """Resolves a path of the config; `$STRATIFIED_DATA` in front of it is the folder of real data."""
   if value.startswith("$STRATIFIED_DATA"):
     return readers.data_root() / value.removeprefix("$STRATIFIED_DATA").lstrip("/")
   if not value:

@@ -1,4 +1,4 @@
-"""A tool as data: a name, a schema, and one function that runs many calls at once.
+"""Defines a tool: a name, a schema, and one function that runs many calls at once.
 
     class Clock:
       name = "clock"                     # in a tag, <clock> Oslo</clock>, and in a native tool call
@@ -10,8 +10,9 @@
 
 An argument is a text. Where the schema has one property, the text is that property's value (of a
 list of strings, each string is a call of its own); where it has several, the text is a JSON object.
-A policy that asks for nonsense gets a Result with `failed` set and reads why; what broke outside
-the policy is a ToolError in place of the Result, and the rollout that asked is masked.
+A policy that asks for nonsense gets a Result with `failed` set, and reads why. Where something
+outside the policy broke, a ToolError stands in place of the Result, and the rollout that asked is
+masked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,8 @@ class ToolError(Exception):
 class Result:
   """What one call brought.
 
-  items: what is fed back; a Passage is shown with its number and title, a text as it stands.
-  failed: whether the call itself was wrong; its items then say why.
+  items: what is fed back. A Passage is shown with its number and title, a text as it stands.
+  failed: whether the call itself was wrong; the items then say why.
   """
 
   items: tuple[Passage | str, ...] = ()
@@ -107,9 +108,9 @@ def check(tools: Sequence[Tool]) -> None:
 
 
 def results_of(tool: Tool, calls: Sequence[str]) -> list[Result | ToolError]:
-  """Runs the calls; the tool's failure as a whole becomes a ToolError for each of them.
+  """Runs the calls; a tool that fails as a whole gives each of them its ToolError.
 
-  Raises TypeError where the tool returns something else than one Result or ToolError a call.
+  Raises TypeError where the tool does not return one Result or ToolError a call.
   """
   try:
     results = tool.run(calls)

@@ -1,8 +1,8 @@
-"""A calculator as a tool: + - * / and parentheses over integers and decimals, by a parser of ours.
+"""Calculates as a tool: + - * / and parentheses over integers and decimals, by a small parser.
 
-Numbers are fractions inside, so that what has a finite decimal form is exact (0.1 + 0.2 is 0.3);
-the rest is rounded to DECIMALS places. Nothing that the policy writes is ever run as code: what is
-no expression, is too long, too deep or too large is a result that says so.
+Numbers are fractions inside: what has a finite decimal form is exact (0.1 + 0.2 is 0.3), the rest
+is rounded to DECIMALS places. Nothing that the policy writes is ever run as code. What is no
+expression, or is too long, too deep or too large, gives a result that says so.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Wrong(ValueError):
 
 
 def evaluate(expression: str) -> str:
-  """The value of an expression, as text: `evaluate("12 * (3 + 4.5)")` is "90".
+  """Evaluates an expression, as text: `evaluate("12 * (3 + 4.5)")` is "90".
 
   Raises Wrong, saying what is wrong, for everything that has no value.
   """
@@ -91,7 +91,7 @@ def _factor(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
 
 
 def written(value: Fraction) -> str:
-  """A number in decimal form, exact where it can be.
+  """Writes a number in decimal form, exact where it can be.
 
   Raises Wrong for more than DIGITS digits before the point.
   """

@@ -1,4 +1,4 @@
-"""Search as a tool: the queries of a round in one call of a retriever."""
+"""Searches as a tool: the queries of a round in one call of a retriever."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -17,10 +17,10 @@ class SearchSettings(Settings):
 
 
 class Search:
-  """Passages for queries in plain words.
+  """Finds passages for queries in plain words.
 
   retriever: `search(queries, topk) -> list[list[Passage]]`, one list a query. A RetrieverError in
-    place of a list loses the rollouts that asked this query, a raised one all of that round.
+    place of a list loses the rollouts that asked this query; a raised one loses all of that round.
   topk: passages per query.
   """
 

@@ -169,9 +169,8 @@ def _digest_context(
     "reasoning": "\ue002",
   }
   for name in ("question", "query"):
-    texts[name] = re.sub(
-      "[\ue001\ue002]", "", texts[name]
-    )  # the two marks, at which the rendered text is cut
+    # the two marks, at which the rendered text is cut
+    texts[name] = re.sub("[\ue001\ue002]", "", texts[name])
   message = re.sub(
     r"\{(question|query|passages|reasoning)\}", lambda match: texts[match[1]], digest.template
   )

@@ -2,7 +2,8 @@
 
 A family says how its config.json becomes the fields of a DecoderConfig and back, and which weights
 its checkpoints call by other names (`common.Family`). To add one, write its module and its line in
-FAMILIES; what it computes must be among the decoder's switches.
+FAMILIES; what it computes must be among the decoder's switches. transformers' own configs are not
+used here for the time that importing them takes (see agents/chat.py); the tests compare with them.
 """
 
 from collections.abc import Mapping

@@ -237,9 +237,8 @@ def _placed(read: Callable[[tuple[slice, ...]], np.ndarray], shape, sharding) ->
 
 
 def _on_device(host, device) -> jax.Array:
-  value = jax.block_until_ready(
-    jax.device_put(host, device)
-  )  # a transfer under way would keep its buffer on the host
+  # a transfer under way would keep its buffer on the host
+  value = jax.block_until_ready(jax.device_put(host, device))
   del host
   gc.collect(0)  # jax lets go of a buffer it has copied at Python's next collection, however small
   return value

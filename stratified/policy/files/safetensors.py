@@ -123,9 +123,8 @@ def write_model(
     (directory / INDEX).write_text(text + "\n", encoding="utf-8")
   else:
     (directory / INDEX).unlink(missing_ok=True)
-  for path in directory.glob(
-    "model*.safetensors"
-  ):  # an earlier model's, in another number of files
+  # an earlier model's, in another number of files
+  for path in directory.glob("model*.safetensors"):
     if path.name not in names and re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", path.name):
       path.unlink()
 

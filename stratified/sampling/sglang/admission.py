@@ -1,5 +1,4 @@
-"""Which server runs a generation: places at servers, given to waiting generations in their
-order."""
+"""Decides which server runs a generation: gives places to waiting generations in their order."""
 
 import asyncio
 import collections
@@ -20,7 +19,7 @@ class Places:
     self.closed = False
 
   def ask(self, key: Key) -> "asyncio.Future[Member | None]":
-    """A future server with room, oldest first; setting it to None withdraws it."""
+    """A future of a server with room, oldest first; setting it to None withdraws it."""
     place = asyncio.get_running_loop().create_future()
     self._waiting.append((key, place))
     self.dispatch()
@@ -42,8 +41,7 @@ class Places:
       self._waiting.popleft()
 
   def _choose(self, key: Key) -> Member | None:
-    """The server that holds the question's prefix, unless it lags behind; else the one with the
-    least to do."""
+    """The server with the question's prefix, unless it lags behind; else the least busy one."""
     free = [
       member for member in self._members if member.usable and member.in_flight < self._in_flight
     ]
@@ -60,7 +58,7 @@ class Places:
     return any(not place.done() for _, place in self._waiting)
 
   def forget_homes(self) -> None:
-    """The servers' caches are empty."""
+    """Forgets which server holds which prefix: their caches are empty."""
     self._homes.clear()
 
   def fail(self, error: Exception) -> None:

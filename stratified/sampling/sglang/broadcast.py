@@ -1,5 +1,4 @@
-"""Weights broadcast to servers in a torch.distributed group: rank 0 is a helper process, the
-servers are the others.
+"""Broadcasts weights to servers in a torch.distributed group whose rank 0 is a helper process.
 
 The helper (third_party/sglang/broadcast.py) runs in the servers' environment, which has PyTorch;
 the trainer's need not. It reads safetensors from a file that the trainer wrote to memory (tmpfs)
@@ -22,8 +21,7 @@ START_S = 120.0  # the helper's imports, and the rendezvous of all ranks
 
 
 class Group:
-  """A group with one set of servers; another set, or an error, makes a new one at the next
-  broadcast.
+  """A group with one set of servers; another set, or an error, makes the next broadcast a new one.
 
   command: the helper's program and arguments. backend: gloo or nccl. address: where servers reach
   this host.
@@ -44,11 +42,10 @@ class Group:
   async def broadcast(
     self, servers: Sequence[tuple[Server, int]], file: pathlib.Path, version: str
   ) -> list[Lost | Refused | None]:
-    """Sends every tensor of a safetensors file to all servers; what went wrong with each, None
-    where nothing did.
+    """Sends every tensor of a safetensors file to all servers: each one's error, None without.
 
-    One that drops out breaks the broadcast for all of them: each then gets the weights alone when
-    it recovers.
+    One that drops out breaks the broadcast for all: each then gets the weights alone when it
+    recovers.
     """
     try:
       if self._members != tuple(server.url for server, _ in servers) or self._dead():
@@ -150,7 +147,7 @@ class Group:
     self._members = tuple(server.url for server, _ in servers)
 
   async def _say(self, message: dict, timeout: float) -> dict:
-    """One line to the helper, one line back."""
+    """Sends one line to the helper, reads one line back."""
     helper = self._helper
     try:
       async with asyncio.timeout(timeout):
@@ -174,7 +171,7 @@ class Group:
 
 
 def _header(file: pathlib.Path) -> dict[str, dict]:
-  """What a safetensors file says of its tensors, in the order of their bytes."""
+  """Reads what a safetensors file says of its tensors, in the order of their bytes."""
   with open(file, "rb") as source:
     header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
   header.pop("__metadata__", None)
@@ -182,7 +179,7 @@ def _header(file: pathlib.Path) -> dict[str, dict]:
 
 
 def _buckets(header: dict[str, dict], most: int):
-  """Lists of (name, dtype, shape) of about `most` bytes together."""
+  """Splits (name, dtype, shape) into lists of about `most` bytes together."""
   bucket, size = [], 0
   for name, entry in header.items():
     start, end = entry["data_offsets"]

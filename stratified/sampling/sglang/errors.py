@@ -2,13 +2,11 @@
 
 
 class SamplerError(RuntimeError):
-  """The run has to stop: one sentence for the user. Nothing saved is lost, and the same command
-  goes on."""
+  """The run has to stop, by a sentence. What was saved stays; the same command goes on."""
 
 
 class Lost(Exception):
-  """A server did not do what was asked: no connection, no answer in time, a 5xx, or an answer that
-  is none.
+  """A server did not do what was asked: no connection, no answer in time, a 5xx, or nonsense.
 
   The work may be done elsewhere, and the server has to prove itself again before it is used.
   """
@@ -19,10 +17,8 @@ class Busy(Exception):
 
 
 class Refused(Exception):
-  """The server answered 4xx, or that an operation failed: it works, and what was asked of it is
-  wrong."""
+  """The server answered 4xx or a failed operation: it works, and the request is wrong."""
 
 
 class Stale(Exception):
-  """Tokens came from other weights than those that were loaded: the server was restarted, or missed
-  an update."""
+  """Tokens came from other weights than those loaded: the server restarted or missed an update."""

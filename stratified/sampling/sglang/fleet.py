@@ -1,5 +1,4 @@
-"""Several SGLang servers as one: where a generation runs, what happens when a server is lost, and
-which weights count.
+"""Runs several SGLang servers as one: routes generations, survives losses, holds weights together.
 
 A server is used only while it is proven to hold the weights of the last update: it took them, it
 says so (`weight_version`), and its log-probs of a fixed prompt are the trainer's. Every answer is
@@ -46,8 +45,7 @@ class _Running:
 
 
 class Fleet:
-  """See the module's docstring. `stats` counts: retries, lost (servers), returned, faults,
-  probe_gap (of the last)."""
+  """See the module's docstring. `stats`: retries, lost (servers), returned, faults, probe_gap."""
 
   def __init__(self, config: FleetConfig, *, vocab_size: int, eos_id: int, run: str):
     self.config, self.run = config, run
@@ -101,7 +99,7 @@ class Fleet:
   ###  Generations  ###
 
   async def generate(self, request: Request, sampling: wire.Sampling) -> wire.Generation | str:
-    """The generation; a sentence where it was given up after all attempts. Raises SamplerError."""
+    """Generates; returns a sentence where all attempts failed. Raises SamplerError."""
     running = self._running[request.key] = _Running()
     try:
       errors = []
@@ -158,7 +156,7 @@ class Fleet:
       self._places.give_back(member)
 
   async def _ask(self, member: Member, body: dict[str, Any]) -> Any:
-    """The server's answer, or Lost as soon as the server is known to be."""
+    """Asks a server: its answer, or Lost as soon as the server is known to be."""
     task = asyncio.ensure_future(member.server.generate(body, self.config.timeout_s))
     try:
       await asyncio.wait({task, member.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +242,7 @@ class Fleet:
     self._places.fail(self._fatal)
 
   def _background(self, work: Coroutine) -> asyncio.Task:
-    """A task whose unforeseen end stops the run, since nobody else would ever hear of it."""
+    """Starts a task whose unforeseen end stops the run: nobody else would ever hear of it."""
 
     def ended(task):
       if not task.cancelled() and task.exception():
@@ -299,7 +297,7 @@ class Fleet:
   ###  Weights  ###
 
   async def update(self, publication: Publication) -> None:
-    """Every usable server gets the weights and proves it; the others when they return.
+    """Gives every usable server the weights, and has it prove them; the others when they return.
 
     Raises SamplerError where no server took them, or where one's log-probs are not the trainer's.
     """
@@ -336,8 +334,7 @@ class Fleet:
     await self._until_usable([error for error in errors if error])
 
   def _adopt(self, publication: Publication, away: list[Member]) -> None:
-    """From now on these are the weights; no generation starts, and no server recovers, while they
-    are given."""
+    """Makes these the weights; while they are given no generation starts and no server recovers."""
     self._places.closed, self._publication = True, publication
     self._numbers[publication.version] = publication.number
     while len(self._numbers) > 8:
@@ -378,7 +375,7 @@ class Fleet:
     )
 
   async def release(self) -> None:
-    """Usable servers give back the memory of weights and cache, until the next update."""
+    """Has usable servers give back the memory of weights and cache, until the next update."""
     self._released = True
     await self._each_usable(Server.release)
 

@@ -1,5 +1,4 @@
-"""One server of several, and how it gets weights: pause, update, flush, go on, then the proof that
-it holds them."""
+"""Gives one server of several its weights: pauses, updates, flushes, goes on, has them proven."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -16,8 +15,9 @@ from stratified.sampling.sglang.server import Server
 class FleetConfig(Settings):
   """Where the servers are, and how long anything may take.
 
-  urls: of each server, such as http://127.0.0.1:30000. health_every_s: servers at work are asked
-  for their version that often. probe_tolerance: largest difference of a log-prob of the probe.
+  urls: of each server, such as http://127.0.0.1:30000.
+  health_every_s: how often servers at work are asked for their version.
+  probe_tolerance: largest difference of a log-prob of the probe.
 
   A generation ends, or is given up, within (retries + 1) timeout_s + outage_s.
   """
@@ -60,10 +60,11 @@ class FleetConfig(Settings):
 class Publication(Protocol):
   """Weights on offer to the servers.
 
-  version: their name on the servers. number: counts updates. probe_ids, probe_log_probs: a prompt,
-  and the trainer's log-prob of each of its tokens but the first. together: all servers have to take
-  part at once. leads: whether this process gives the weights; another process of the same run waits
-  until the servers have them.
+  version: their name on the servers. number: counts updates.
+  probe_ids, probe_log_probs: a prompt, and the trainer's log-prob of each token but the first.
+  together: all servers have to take part at once.
+  leads: whether this process gives the weights; another process of the same run waits until the
+    servers have them.
   """
 
   version: str
@@ -79,13 +80,12 @@ class Publication(Protocol):
   async def apply_together(
     self, servers: Sequence[tuple[Server, int]]
   ) -> list[Lost | Refused | None]:
-    """The same for several; what went wrong with each."""
+    """Does the same for several; returns what went wrong with each."""
 
 
 @dataclasses.dataclass(eq=False)
 class Member:
-  """A server and what is known of it. `lost` is done, with the reason, from its loss to its
-  return."""
+  """A server and what is known of it; `lost` is done, with the reason, until it returns."""
 
   server: Server
   ranks: int = 1
@@ -98,8 +98,7 @@ class Member:
 
 
 async def quietly(work: Awaitable) -> Exception | None:
-  """What went wrong with the server, None where nothing did; a SamplerError stops the run and is
-  raised."""
+  """Returns what went wrong with the server, None if nothing; raises a SamplerError."""
   try:
     await work
   except (Lost, Busy, Refused, Stale) as error:
@@ -108,8 +107,7 @@ async def quietly(work: Awaitable) -> Exception | None:
 
 
 async def give(member: Member, publication: Publication, config: FleetConfig) -> None:
-  """Pause, update, flush (part of every route that updates), go on. Running generations go on with
-  the new weights."""
+  """Pauses, updates, flushes (part of each updating route), goes on; so do running generations."""
   server = member.server
   try:
     async with asyncio.timeout(config.update_s):
@@ -128,7 +126,7 @@ async def give(member: Member, publication: Publication, config: FleetConfig) ->
 async def give_together(
   members: Sequence[Member], publication: Publication, config: FleetConfig
 ) -> list[Exception | None]:
-  """The same for weights that all servers take at once; what went wrong with each."""
+  """Does the same for weights that all servers take at once; returns what went wrong with each."""
   paused = await asyncio.gather(*(quietly(member.server.pause("retract")) for member in members))
   ready = [member for member, error in zip(members, paused) if error is None]
   try:
@@ -153,7 +151,7 @@ async def give_together(
 
 
 async def prove(member: Member, publication: Publication, config: FleetConfig, rid: str) -> float:
-  """The version, then the probe; the probe's largest difference.
+  """Checks the version, then the probe; returns the probe's largest difference.
 
   Raises Stale where the version is another, SamplerError where it is right and the log-probs are
   not.

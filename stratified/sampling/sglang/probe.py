@@ -1,4 +1,4 @@
-"""The trainer's log-probs of a fixed prompt, which a server must reproduce before it is used."""
+"""Computes the trainer's log-probs of a fixed prompt, which a server must reproduce to be used."""
 
 import functools
 import math
@@ -13,8 +13,7 @@ LENGTH = 16
 
 
 def prompt(vocab_size: int, avoid: int) -> tuple[int, ...]:
-  """Ids spread over the vocabulary, the same in every run, without the end-of-text token
-  `avoid`."""
+  """Ids spread over the vocabulary, the same in every run, without `avoid`, the end of text."""
   ids = np.random.default_rng(0).integers(0, vocab_size, LENGTH)
   return tuple(int(i) if i != avoid else (avoid + 1) % vocab_size for i in ids)
 
@@ -22,8 +21,7 @@ def prompt(vocab_size: int, avoid: int) -> tuple[int, ...]:
 def trainer_log_probs(
   config: decoder.DecoderConfig, params, token_ids, mesh=None
 ) -> tuple[float, ...]:
-  """log p(token_ids[i] | what stands before) for i = 1, 2, ..., at temperature 1, as the update
-  computes it.
+  """log p(token_ids[i] | all before) for i = 1, 2, ..., at temperature 1, as the update has it.
 
   mesh: the one that `params` lie on, None for one device. With several processes every one must
   call.
@@ -42,8 +40,7 @@ def trainer_log_probs(
 
 @functools.partial(jax.jit, static_argnums=0)
 def row_log_probs(config, params, token_rt):
-  """Log-probs [R, T] of each row's tokens but its first, at temperature 1; a row is one segment
-  from its start."""
+  """Log-probs [R, T] of each row's tokens but its first, at temperature 1; a row is one segment."""
   position_rt = jnp.broadcast_to(jnp.arange(token_rt.shape[1], dtype=jnp.int32), token_rt.shape)
   x = decoder.hidden(config, params, token_rt, position_rt, jnp.ones_like(token_rt))
   return log_probs.token_log_probs(config, params, x, token_rt)[0]

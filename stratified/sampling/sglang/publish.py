@@ -1,10 +1,9 @@
-"""The trainer's parameters on their way to the servers: through files, through the socket, or
-broadcast in a group.
+"""Sends the trainer's parameters to the servers: by files, by the socket, or broadcast in a group.
 
     disk     safetensors in a directory that the servers see (tmpfs where there is none), renamed
              when they are whole
     tensor   over HTTP, in PyTorch's serialisation written without PyTorch
-    group    a torch.distributed group (gloo, nccl), broadcast by a helper process in the servers'
+    group    broadcast in a torch.distributed group (gloo, nccl) by a helper process in the servers'
              environment
 
 Each ends with the weights' version on every server, which the fleet then checks and proves.
@@ -39,8 +38,8 @@ from stratified.sampling.sglang.server import Server
 class PublishConfig(Settings):
   """How weights travel.
 
-  dtype: what they are stored as. bucket_bytes: of a message. group_command: the helper process that
-  broadcasts, see broadcast.py.
+  dtype: what they are stored as. bucket_bytes: size of a message.
+  group_command: the helper process that broadcasts, see broadcast.py.
   """
 
   SECTION = "sampler"
@@ -109,8 +108,7 @@ class Weights:
       await server.done("/end_weight_update", {})
 
   async def _bodies(self, ranks: int):
-    """Messages for /update_weights_from_tensor, each made in a thread while the one before is under
-    way."""
+    """Makes messages for /update_weights_from_tensor, each in a thread while the last is sent."""
 
     def body(buckets):
       bucket, last = next(buckets, (None, True))
@@ -147,8 +145,8 @@ class Weights:
 class Publisher:
   """Makes a `Weights` of each state of the parameters.
 
-  mesh: the mesh that params lie on, None for one device. avoid: a token id that the probe leaves
-  out (end of text).
+  mesh: the mesh that params lie on, None for one device.
+  avoid: a token id that the probe leaves out (end of text).
   """
 
   def __init__(self, model: decoder.DecoderConfig, config: PublishConfig, *, avoid: int, mesh=None):
@@ -167,8 +165,7 @@ class Publisher:
       )
 
   def publish(self, params: decoder.Params) -> Weights:
-    """With several processes every one must call. Raises OSError, one sentence, where the directory
-    is too small."""
+    """Publishes; every process must call. OSError, one sentence, for too small a directory."""
     self._number += 1
     known = probe.trainer_log_probs(self._model, params, self._probe_ids, self._mesh)
     if not np.all(np.isfinite(known)):
@@ -183,7 +180,7 @@ class Publisher:
     )
 
   def _write(self, params) -> pathlib.Path:
-    """A model directory that appears whole; the one before it stays, older ones go."""
+    """Writes a model directory that appears whole; keeps the one before it, removes older ones."""
     while len(self._generations) > 1:
       shutil.rmtree(self._generations.pop(0), ignore_errors=True)
     target = self._root / f"weights-{self._number:06d}"
@@ -215,8 +212,7 @@ class Publisher:
     return int(sum(sizes)) * jnp.dtype(self.config.dtype).itemsize
 
   def buckets(self, params) -> Iterator[tuple[list[tuple[str, np.ndarray]], bool]]:
-    """(tensors of about bucket_bytes together, whether they are the last) in the layout of a model
-    directory."""
+    """Yields (tensors of about bucket_bytes, whether they are the last) as a model directory's."""
     bucket, size = [], 0
     for name, value in hugging_face.stored_tensors(self._model, params, self.config.dtype):
       if bucket and size + value.nbytes > self.config.bucket_bytes:
@@ -232,8 +228,7 @@ class Publisher:
 
 
 def _nonce() -> str:
-  """Names this run's weights on the servers, so that those of an earlier run are never taken for
-  them."""
+  """Names this run's weights on the servers, so that an earlier run's are never taken for them."""
   number = np.uint32(secrets.randbits(32))
   if jax.process_count() > 1:
     number = multihost_utils.broadcast_one_to_all(number)
@@ -241,7 +236,7 @@ def _nonce() -> str:
 
 
 def _own_directory(parent: str, run: str) -> pathlib.Path:
-  """A directory for this run; those of runs on this host that are no more are removed."""
+  """Makes a directory for this run, and removes those of runs on this host that have ended."""
   if parent:
     root = pathlib.Path(parent).expanduser().absolute()
   else:

@@ -1,5 +1,4 @@
-"""The sampler that speaks to SGLang servers: many generations in flight, weights kept in step,
-faults survived.
+"""Samples on SGLang servers: many generations in flight, weights kept in step, faults survived.
 
     with Servers(fleet_config, publisher, tokenizer) as servers:
       sampler = SglangSampler(servers, Sampling(temperature=1.0))
@@ -41,9 +40,11 @@ __all__ = ["SamplerError", "Sampling", "Servers", "SglangSampler"]
 class Servers:
   """The servers' weights, and the thread whose event loop speaks to them.
 
-  max_tokens: of a rollout; servers with a smaller context are refused. interrupt: whether load()
-  may be called while generations run, which then go on with the new weights, their tokens' versions
-  saying which came from which. Raises SamplerError where a server does not answer.
+  max_tokens: of a rollout; servers with a smaller context are refused.
+  interrupt: whether load() may be called while generations run. They then go on with the new
+    weights, and their tokens' versions say which came from which.
+
+  Raises SamplerError where a server does not answer.
   """
 
   def __init__(
@@ -84,8 +85,7 @@ class Servers:
 
   @property
   def stats(self) -> dict[str, float]:
-    """Counts since the start: retries, lost, returned, faults; and probe_gap, the probe's largest
-    difference."""
+    """Counts since the start: retries, lost, returned, faults; and the probe's largest gap."""
     return dict(self.fleet.stats)
 
   @property
@@ -116,11 +116,9 @@ class Servers:
     self._held = {name: weakref.ref(value) for name, value in params.items()}
 
   def release(self) -> None:
-    """Gives the servers' memory (weights and cache) to whoever shares their GPUs, until the next
-    load().
+    """Gives the servers' memory (weights, cache) to whoever shares their GPUs, until load().
 
-    For servers that were started with --enable-memory-saver. Raises RuntimeError while generations
-    run.
+    Needs servers started with --enable-memory-saver. Raises RuntimeError while generations run.
     """
     if self.running:
       raise RuntimeError("release() while generations are running: poll them to their end first")
@@ -143,7 +141,7 @@ class Servers:
     asyncio.run_coroutine_threadsafe(work, self._loop)
 
   def wait(self, work: Coroutine, timeout: float) -> Any:
-    """Runs `work` on the loop; a bound on top of its own, so that nothing can hang for ever."""
+    """Runs `work` on the loop, with a bound on top of its own so that nothing can hang for ever."""
     future = asyncio.run_coroutine_threadsafe(work, self._loop)
     try:
       return future.result(timeout)
@@ -197,8 +195,7 @@ class SglangSampler:
     self._servers.release()
 
   def submit(self, request: Request) -> None:
-    """Raises ValueError for a request that no server may get: ids outside the vocabulary, or too
-    many."""
+    """Hands over a request; ValueError for one that no server may get: foreign ids, or too many."""
     if not self._servers.loaded:
       raise RuntimeError("submit() before load(): there are no parameters to sample from")
     check_request(request, self._servers.vocab_size, self._servers.fleet.context)
@@ -260,8 +257,7 @@ class SglangSampler:
           ) from None
 
   def abort(self, keys: Sequence[tuple[int, int, int]] | None = None) -> None:
-    """Ends the named generations, or all; poll() returns each as a fault with the tokens that it
-    has."""
+    """Ends the named generations, or all; poll() returns each as a fault with its tokens so far."""
     self._servers.wait(self._servers.fleet.abort(keys), 60)
 
   def generate(self, requests: Sequence[Request]) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""One SGLang server over HTTP: each route that is used, with its answer's success checked.
+"""Speaks to one SGLang server over HTTP: each route that is used, its answer's success checked.
 
 Errors say what to do: Lost (use another server), Busy (later again), Refused (what was asked is
 wrong); see errors.py.
@@ -33,7 +33,7 @@ class Server:
     method: str | None = None,
     content: bytes | None = None,
   ) -> Any:
-    """The JSON of an answer (its text where it is none); POST where there is a body.
+    """Calls a route: the JSON of its answer, or its text; POST where there is a body.
 
     timeout: seconds for all of it; a server that sends its answer drop by drop is lost too.
     """
@@ -72,8 +72,7 @@ class Server:
     timeout: float = CONTROL_S,
     content: bytes | None = None,
   ) -> dict[str, Any]:
-    """A call whose answer says {"success": true}; anything else is Refused, a 200 with false
-    too."""
+    """Calls and wants {"success": true}; anything else is Refused, also a 200 with false."""
     answer = await self.call(route, body, timeout=timeout, content=content, method="POST")
     if not isinstance(answer, dict) or answer.get("success") is not True:
       raise Refused(f"{self.url}{route} did not succeed: {str(answer)[:500]}")
@@ -97,8 +96,7 @@ class Server:
     return answer["weight_version"]
 
   async def limits(self) -> dict[str, int]:
-    """context: tokens of prompt and output together that one request may have; tensor_parallel: its
-    ranks."""
+    """{context: most tokens of prompt and output of a request, tensor_parallel: its ranks}."""
     models, info = await self.call("/v1/models"), await self.call("/server_info")
     try:
       context = min(int(models["data"][0]["max_model_len"]), int(info["max_total_num_tokens"]))
@@ -119,10 +117,10 @@ class Server:
     await self.call("/abort_request", {"rid": rid} if rid else {"abort_all": True})
 
   async def flush(self, attempts: int = 40) -> None:
-    """Empties the prefix cache, which a server does only while nothing runs: it goes on for a
-    moment after an answer.
+    """Empties the prefix cache, which a server does only while nothing runs.
 
-    The text of the answer says whether it did; some versions send a 200 in any case.
+    It goes on for a moment after an answer. The answer's text says whether it did; some versions
+    send a 200 in any case.
     """
     told = ""
     for _ in range(attempts):
@@ -136,13 +134,12 @@ class Server:
     raise Refused(f"{self.url}/flush_cache did not empty the cache: {told[:200]}")
 
   async def release(self, timeout: float) -> None:
-    """Gives back the memory of weights and cache. Asked before it is idle, the server would die:
-    hence the flush."""
+    """Gives back the memory of weights and cache; flushes first, since a busy server would die."""
     await self.flush()
     await self.call(
       "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout
     )
 
   async def take_memory(self, timeout: float) -> None:
-    """The memory again; what is in it is nobody's until the next update."""
+    """Takes the memory again; what is in it means nothing until the next update."""
     await self.call("/resume_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout)

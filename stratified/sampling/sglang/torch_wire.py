@@ -1,10 +1,10 @@
-"""Tensors in the serialisation that SGLang's `/update_weights_from_tensor` reads, written without
-PyTorch.
+"""Writes tensors as SGLang's `/update_weights_from_tensor` reads them, without PyTorch.
 
 The route takes a pickle of [(name, tensor), ...], and a tensor in a pickle is
 
-    torch._utils._rebuild_tensor_v2(torch.storage._load_from_bytes(B), offset, shape, strides,
-    False, OrderedDict())
+    torch._utils._rebuild_tensor_v2(
+      torch.storage._load_from_bytes(B), offset, shape, strides, False, OrderedDict()
+    )
 
 where B is what torch.save writes for a storage: an uncompressed zip of the bytes and of a pickle
 that describes them. Both pickles are put together here from their opcodes, so the trainer's
@@ -29,10 +29,9 @@ STORAGES = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float16":
 def update_body(
   named: Iterable[tuple[str, np.ndarray]], *, ranks: int, weight_version: str | None
 ) -> bytes:
-  """The JSON body of /update_weights_from_tensor; every tensor-parallel rank gets all of it and
-  takes its part.
+  """Makes the JSON body of /update_weights_from_tensor; each tensor-parallel rank takes its part.
 
-  weight_version: the version that is complete with these tensors, None where more follow. The cache
+  weight_version: the version that is complete with these tensors; None where more follow. The cache
   is flushed when the last have arrived.
   """
   payload = base64.b64encode(named_tensors(named)).decode()
@@ -44,7 +43,7 @@ def update_body(
 
 
 def named_tensors(named: Iterable[tuple[str, np.ndarray]]) -> bytes:
-  """A pickle of the list of (name, tensor) pairs."""
+  """Pickles the list of (name, tensor) pairs."""
   out = [pickle.PROTO, b"\x04", pickle.EMPTY_LIST, pickle.MARK]
   for name, value in named:
     out += [_text(name), *_tensor(value), pickle.TUPLE2]
@@ -73,7 +72,7 @@ def _tensor(value: np.ndarray) -> list[bytes]:
 
 
 def _storage(value: np.ndarray) -> bytes:
-  """What torch.save writes for a storage on the CPU."""
+  """Writes what torch.save writes for a storage on the CPU."""
   if value.dtype.name not in STORAGES:
     raise ValueError(
       f"a tensor of {value.dtype.name} can't be sent; choose one of {', '.join(STORAGES)}"

@@ -1,9 +1,7 @@
-"""SGLang's `POST /generate`: what is sent, and how an answer is read. Token ids in, token ids and
-log-probs out.
+"""SGLang's `POST /generate`: token ids in, token ids and log-probs out.
 
-Everything in an answer is checked before it becomes a trajectory: the number of log-probs, that
-they are finite and belong to the ids, that ids lie in the vocabulary, and which weights each token
-came from.
+An answer is checked before it becomes a trajectory: that log-probs are as many as the ids, belong
+to them and are finite, that ids lie in the vocabulary, and which weights each token came from.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +15,7 @@ from stratified.sampling.sglang.errors import Lost, Stale
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How tokens are drawn. temperature 0 is greedy, with log-probs at temperature 1, as in the
-  in-process sampler.
+  """How tokens are drawn: temperature 0 is greedy, with log-probs at temperature 1.
 
   A request carries no seed: one seed shared by the samples of a question would make them clones.
   """
@@ -32,8 +29,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """A server's answer. versions: the weight version's number of each token. finish: stop, length or
-  abort."""
+  """A server's answer; `versions`: each token's weight version; `finish`: stop, length or abort."""
 
   token_ids: tuple[int, ...]
   log_probs: tuple[float, ...]
@@ -43,8 +39,7 @@ class Generation:
 
 
 def check_request(request: Request, vocab_size: int, max_tokens: int) -> None:
-  """Raises ValueError for what must never be sent; an id outside the vocabulary would kill the
-  server."""
+  """Raises ValueError for what must not be sent: an id outside the vocabulary kills the server."""
   if not request.token_ids or request.max_new_tokens < 1:
     raise ValueError(f"request {request.key}: needs a context and max_new_tokens of at least 1")
   outside = next((i for i in request.token_ids if not 0 <= i < vocab_size), None)
@@ -63,8 +58,7 @@ def check_request(request: Request, vocab_size: int, max_tokens: int) -> None:
 
 
 def generate_body(request: Request, sampling: Sampling, eos_id: int, rid: str) -> dict[str, Any]:
-  """The body of POST /generate. Only output log-probs are asked for: those of the input defeat the
-  prefix cache."""
+  """Makes the body of POST /generate, without input log-probs, which defeat the prefix cache."""
   return {
     "rid": rid,
     "input_ids": list(request.token_ids),
@@ -86,7 +80,7 @@ def generate_body(request: Request, sampling: Sampling, eos_id: int, rid: str) -
 def read_generation(
   answer: Any, request: Request, vocab_size: int, number_of: Callable[[str], int | None]
 ) -> Generation:
-  """A Generation from the JSON of an answer.
+  """Reads a Generation from the JSON of an answer.
 
   number_of: a weight version's name -> its number, None for weights that were never loaded here.
   Raises Lost where the answer is not what the contract says; Stale where a token came from unknown
@@ -141,7 +135,7 @@ def _check_tokens(ids, log_probs, named, request, vocab_size) -> None:
 
 
 def _versions(spans: Sequence[Any], count: int, number_of) -> tuple[int, ...]:
-  """One number a token from spans [{version, start, end}] that must cover all tokens in order."""
+  """Reads one number a token from spans [{version, start, end}] that cover all tokens in order."""
   numbers = []
   for span in spans if count else ():
     try:
@@ -171,8 +165,7 @@ def probe_body(token_ids: Sequence[int], rid: str) -> dict[str, Any]:
 
 
 def read_probe(answer: Any, token_ids: Sequence[int]) -> list[float]:
-  """Log-probs of token_ids[1:] given what stands before each; raises Lost where the answer has
-  none."""
+  """Reads log-probs of token_ids[1:] given all before; Lost where the answer has none."""
   try:
     pairs = answer["meta_info"]["input_token_logprobs"]
     found = [entry[1] for entry in pairs]

@@ -1,5 +1,4 @@
-"""Facts that no page of the encyclopedia holds: what the policy can answer without a search (0
-hops).
+"""Facts that no page of the encyclopedia holds: what can be answered without a search (0 hops).
 
 They are true, and the same for every encyclopedia. A question is a (fact, paraphrase) pair; two of
 the six paraphrases of each fact are held out, so that every fact is seen in training, but not in
@@ -58,7 +57,7 @@ FACTS = tuple(
 
 
 def held_out_paraphrases(fact: Fact) -> tuple[int, ...]:
-  """The paraphrases of this fact that training never sees; a function of the fact alone."""
+  """Chooses the paraphrases of a fact that training never sees, by the fact alone."""
   name = f"{fact.attribute} of {fact.subject}"
   digest = hashlib.blake2b(name.encode(), digest_size=len(PARAPHRASES)).digest()
   order = sorted(range(len(PARAPHRASES)), key=lambda paraphrase: (digest[paraphrase], paraphrase))
@@ -66,7 +65,7 @@ def held_out_paraphrases(fact: Fact) -> tuple[int, ...]:
 
 
 def combinations(num_facts: int, *, held_out: bool) -> list[tuple[Fact, int]]:
-  """All (fact, paraphrase) pairs of one side of the split, among the first `num_facts` facts."""
+  """Lists (fact, paraphrase) pairs of one side of the split, of the first `num_facts` facts."""
   return [
     (fact, paraphrase)
     for fact in FACTS[:num_facts]

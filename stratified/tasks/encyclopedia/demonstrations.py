@@ -1,10 +1,10 @@
-"""Demonstrations for the warm start: a scripted policy behind the sampler's interface.
+"""Makes demonstrations for the warm start: a scripted policy behind the sampler's interface.
 
 The script runs through the same agent loop, protocol and retriever as the policy that learns from
 it, so its trajectories have exactly the form that the policy will produce. It mixes four
 strategies, whatever the question: search n times, n = 0 to 3, then answer with the last value
-found. It follows the question's chain as far as that reaches; with too few searches it answers too
-early, with too many it wanders past the answer. Only n = hops is right, so what is left to learn by
+found. It follows the question's chain as far as that goes: with too few searches it answers too
+early, with too many it wanders past the answer. Only n = hops is right. What is left to learn by
 reward is which n a question calls for.
 """
 
@@ -40,7 +40,7 @@ class DemonstrationConfig(Settings):
   guess: of the rollouts that answer a question of 1 to 3 hops without a search, the share that
     names a random entity of the right kind; the others name the entity that the question starts
     from.
-  wrong_query: its name part is dropped or swapped.
+  wrong_query: share of queries whose name is cut or swapped.
   max_turns: turns that may search; the generation after them answers.
   """
 
@@ -87,11 +87,12 @@ class DemonstrationConfig(Settings):
 
 @dataclasses.dataclass
 class _Script:
-  """Where a rollout stands: `position` searches made, `current` last value found, `relation` sought
-  next.
+  """Where a rollout stands.
 
-  `seen` counts the tokens of the context up to the end of the script's last turn, `turn` its turns
-  that could search; `nouns` are the question's words for the chain's relations.
+  position: searches made. current: last value found. relation: sought next.
+  seen: tokens of the context up to the end of the script's last turn. turn: its turns that could
+    search.
+  nouns: the question's words for the chain's relations.
   """
 
   chain: Chain
@@ -107,8 +108,7 @@ class _Script:
 
 
 class Demonstrator:
-  """A sampler (submit, poll, load) that plays the script. Log-probs are 0: the script has only one
-  next turn.
+  """A sampler (submit, poll, load) that plays the script; log-probs are 0, its turns are certain.
 
   `begin` names the step's questions; a request's key (step, question index, sample) then says whose
   turn it is, and the random choices of a rollout are functions of (seed, key) alone.
@@ -140,7 +140,7 @@ class Demonstrator:
     self._done.clear()
 
   def depth(self, key: tuple[int, int, int]) -> int:
-    """How many searches the rollout of this key sets out to make."""
+    """Draws how many searches the rollout of this key sets out to make."""
     return self._draw_depth(self._generator(key))
 
   def submit(self, request: Request) -> None:
@@ -186,7 +186,7 @@ class Demonstrator:
     return int(rng.choice(len(self._config.mixture), p=self._config.mixture))
 
   def _turn(self, script: _Script, fed: str) -> tuple[int, ...]:
-    """The tokens of the next turn, given what was fed since the last one."""
+    """Makes the tokens of the next turn, given what was fed since the last one."""
     if script.relation is not None:
       self._read(script, fed)
     if script.position >= script.depth or script.turn >= self._config.max_turns:
@@ -207,8 +207,7 @@ class Demonstrator:
     return f"{think}<search> {query}</search>"
 
   def _choose_relation(self, script: _Script) -> str:
-    """Sets the relation sought next, the chain's or a random one that leads somewhere new; gives
-    its noun."""
+    """Sets the relation sought next, the chain's or a random new one; returns its noun."""
     if script.position < len(script.chain.relations):
       script.relation = script.chain.relations[script.position]
       return script.nouns[script.position]
@@ -219,8 +218,7 @@ class Demonstrator:
     return script.relation
 
   def _read(self, script: _Script, fed: str) -> None:
-    """Takes the value sought off the page that was searched for, else off the first page, if any
-    came."""
+    """Reads the value sought off the page that was searched for, else off the first, if any."""
     documents = _DOCUMENT.findall(fed)
     own = [text for title, text in documents if title == script.current]
     text = next(iter(own or [text for _, text in documents]), "")
@@ -248,8 +246,7 @@ class Demonstrator:
 
 
 def _nouns(chain: Chain, text: str) -> tuple[str, ...]:
-  """The question's words for its relations, from the head outwards; their names where it has
-  none."""
+  """The question's words for its relations, from the head outwards, or else their names."""
   found = re.findall(r"the (\w+) of", text)[::-1]
   return tuple(found) if len(found) == len(chain.relations) else chain.relations
 

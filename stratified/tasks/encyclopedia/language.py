@@ -1,5 +1,4 @@
-"""The regular language of the generated encyclopedia: kinds, relations, sentences, question
-phrases.
+"""The regular language of the generated encyclopedia: kinds, relations, sentences, questions.
 
 Every relation leads from an entity to an entity, so that facts can be chained without end. Each has
 a name, two nouns by which a question may call it, and three sentences in which a page may state it.
@@ -15,9 +14,10 @@ KINDS = {"person": 0.5, "city": 0.2, "company": 0.15, "river": 0.1, "country": 0
 class Relation:
   """A fact type: `name` leads from an entity of kind `source` to one of kind `target`.
 
-  nouns: what a question calls it ("the NOUN of X"); no noun stands for two relations; the first is
-  the name. sentences: what a page says, with {s} for the subject and {v} for the value; each names
-  the subject first. direct: a question about one fact in its own words, with {s} for the subject.
+  nouns: what a question calls it ("the NOUN of X"). No noun stands for two relations; the first is
+    the name.
+  sentences: what a page says, with {s} for the subject, named first, and {v} for the value.
+  direct: a question about one fact in its own words, with {s} for the subject.
   """
 
   name: str

@@ -58,8 +58,7 @@ class Entity:
 
 @dataclasses.dataclass(frozen=True)
 class Encyclopedia:
-  """The world of one seed. `passages` holds the page of each entity, in their order, then the
-  distractors."""
+  """The world of one seed; `passages` are the pages of the entities in order, then distractors."""
 
   config: EncyclopediaConfig
   seed: int
@@ -104,8 +103,7 @@ def _counts(entities: int) -> dict[str, int]:
 
 
 def draw_names(kinds: list[str], near_duplicates: float, rng: np.random.Generator) -> list[str]:
-  """Two words for a person, one for the rest; a near-duplicate takes a word of an earlier name and
-  adds one.
+  """Draws names: two words for a person, one otherwise; a near-duplicate takes one of an earlier.
 
   Every other word is used for one name only, so `near_duplicates` alone says how confusable names
   are.
@@ -130,7 +128,7 @@ def draw_names(kinds: list[str], near_duplicates: float, rng: np.random.Generato
 
 
 def _links(kinds: list[str], rng: np.random.Generator) -> list[dict[str, int]]:
-  """The graph: for each entity, its relations and the index of the entity that each leads to.
+  """Draws the graph: each entity's relations, and the index of the entity that each leads to.
 
   No entity is linked to itself, nor twice to the same one. Two relations are tied: a marriage has
   two sides, and a capital lies in its own country.
@@ -153,8 +151,7 @@ def _links(kinds: list[str], rng: np.random.Generator) -> list[dict[str, int]]:
 
 
 def _page(entity: Entity, paraphrases: int, rng: np.random.Generator) -> str:
-  """One fact a sentence in random order; the first sentence names the subject, the others use a
-  pronoun."""
+  """Writes one fact a sentence in random order; the first names the subject, later ones do not."""
   pronouns = language.PRONOUNS[entity.kind]
   pronoun = pronouns[rng.integers(len(pronouns))]
   relations = language.RELATIONS_OF[entity.kind]
@@ -186,8 +183,7 @@ _SENTENCES = [
 
 
 def facts_in(text: str) -> dict[str, str]:
-  """The facts that a page's prose states, relation -> name; a sentence that states none adds
-  none."""
+  """Reads the facts that a page's prose states, relation -> name."""
   facts = {}
   for sentence in re.findall(r"[^.]+\.", text):
     for relation, pattern in _SENTENCES:

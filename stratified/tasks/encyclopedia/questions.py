@@ -1,5 +1,4 @@
-"""Questions of 0 to 3 hops over a generated encyclopedia, split for good into training and
-held-out.
+"""Asks questions of 0 to 3 hops over a generated encyclopedia, some held out for good.
 
 A question of h >= 1 hops follows a chain of h facts from a head entity; its text nests the
 relations in reverse ("Who is the leader of the country of the birthplace of X?"), so the path can
@@ -40,8 +39,7 @@ _TRAINING, _HELD_OUT = 1, 2  # tags of the random streams
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-  """The facts behind a question: entities[i + 1] is the relations[i] of entities[i]; the last is
-  the answer.
+  """The facts of a question: entities[i + 1] is relations[i] of entities[i]; the answer is last.
 
   A question of 0 hops has one entry in each, the subject and the attribute of common knowledge, and
   its answer in `value`.
@@ -68,8 +66,7 @@ def training_questions(
   count: int,
   hop_shares: Sequence[float] = HOP_SHARES,
 ) -> list[Question]:
-  """The questions of one training step: a pure function of (encyclopedia, seed, step, count,
-  hop_shares).
+  """Draws the questions of one training step, as a pure function of its arguments.
 
   Hops are spread over the step by systematic sampling: each share holds to within one question, and
   exactly on average. Raises ValueError for a count below 1, a negative step, or shares that are no
@@ -93,8 +90,7 @@ def training_questions(
 def held_out_questions(
   encyclopedia: Encyclopedia, *, seed: int, count: int, hop_shares: Sequence[float] = HOP_SHARES
 ) -> list[Question]:
-  """Distinct questions that training never asks; for another encyclopedia, simply questions about
-  that one.
+  """Draws distinct questions that training never asks; of another encyclopedia, any about it.
 
   Raises ValueError as `training_questions` does, and where fewer held-out questions exist than
   asked for.
@@ -121,7 +117,7 @@ def held_out_questions(
 
 
 def chain_of(encyclopedia: Encyclopedia, question: Question) -> Chain:
-  """The chain behind a question of this encyclopedia, recovered from its id."""
+  """Recovers the chain behind a question of this encyclopedia from its id."""
   origin, head, path = (question.id.split("/") + ["", ""])[:3]
   if origin == "common":
     fact = next(f for f in common_knowledge.FACTS if f.subject == head and f.attribute == path)
@@ -135,8 +131,7 @@ def chain_of(encyclopedia: Encyclopedia, question: Question) -> Chain:
 
 
 def is_held_out(encyclopedia: Encyclopedia, chain: Chain) -> bool:
-  """Whether training never asks this chain: a stable hash of the seed, the head and the path
-  decides."""
+  """Whether training never asks this chain, by a stable hash of seed, head and path."""
   digest = hashlib.blake2b(_chain_id(encyclopedia, chain).encode(), digest_size=8).digest()
   return int.from_bytes(digest, "big") < encyclopedia.config.held_out * 2**64
 
@@ -157,7 +152,7 @@ def check_shares(hop_shares: Sequence[float]) -> None:
 
 
 def _chains(encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator) -> Iterator[Chain]:
-  """Random chains without a repeated entity, without end. Every kind is the head equally often."""
+  """Yields random chains without a repeated entity, for ever; all kinds are heads equally often."""
   kinds = list(language.KINDS)
   while True:
     heads = encyclopedia.by_kind[kinds[rng.integers(len(kinds))]]
@@ -183,8 +178,7 @@ def _walk(encyclopedia: Encyclopedia, head: str, path: Sequence[str]) -> Chain:
 def _new_held_out(
   encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator, taken: dict[str, Question]
 ) -> Question:
-  """A held-out question whose id is not yet taken. The 10,000 draws only end early in a tiny
-  world."""
+  """Draws a held-out question whose id is not taken; 10,000 draws run out in a tiny world only."""
   for _, chain in zip(range(10_000), _chains(encyclopedia, hops, rng), strict=False):
     if is_held_out(encyclopedia, chain) and _chain_id(encyclopedia, chain) not in taken:
       return _question(encyclopedia, chain, rng)

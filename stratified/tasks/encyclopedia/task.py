@@ -64,17 +64,17 @@ def check(config) -> None:
 
 
 def tokenizer() -> Tokenizer:
-  """For a policy that is built here."""
+  """Makes the tokenizer of a policy that is built here."""
   return vocabulary.build()
 
 
 def passages(config) -> tuple[Passage, ...]:
-  """The pages that the run searches."""
+  """Makes the pages that the run searches."""
   return pages.make(settings.read(pages.EncyclopediaConfig, config), config.seed).passages
 
 
 def _searching(tools: base.Tools, book: pages.Encyclopedia, topk: int) -> base.Tools:
-  """The tools with a search of another encyclopedia in place of theirs."""
+  """Gives the tools a search of another encyclopedia in place of theirs."""
   other = Timed(Search(BM25(book.passages), topk))
   return tuple(other if tool.name == "search" else tool for tool in tools)
 
@@ -82,11 +82,11 @@ def _searching(tools: base.Tools, book: pages.Encyclopedia, topk: int) -> base.T
 def _demonstrations(
   config, task: Task, made: pages.EncyclopediaConfig, topk: int
 ) -> Callable[[int], list[list[Trajectory]]]:
-  """step -> scripted rollouts, one a question, through the agent loop.
+  """Makes step -> scripted rollouts, one a question, through the agent loop.
 
-  They are set in practice encyclopedias of their own, taken in turn: the policy learns to search,
-  read and copy, and has no page of the world that it is trained and tested in to learn by heart.
-  Common knowledge is the same everywhere.
+  They are set in practice encyclopedias of their own, taken in turn. So the policy learns to
+  search, read and copy, and has no page of the world that it is trained and tested in to learn by
+  heart. Common knowledge is the same everywhere.
   """
 
   @functools.cache

@@ -1,4 +1,4 @@
-"""The encyclopedia's tokenizer: its vocabulary is written down, not trained.
+"""Makes the encyclopedia's tokenizer, whose vocabulary is written down, not trained.
 
 A word of the templates is one token with the space before it, a word of a name is two (one a
 syllable), a tag of the search protocol is one.
@@ -27,7 +27,7 @@ FIXED = ("Question:", *(f"Doc {i}(Title:" for i in range(1, 6)), "No passages fo
 
 @functools.cache
 def build() -> tokenizer.Tokenizer:
-  """The encyclopedia's tokenizer; the same on every machine."""
+  """Makes the encyclopedia's tokenizer; the same on every machine."""
   return tokenizer.from_pieces(pieces(), FIXED)
 
 

@@ -1,0 +1,213 @@
+"""Refuses what can't run, before any work: a sentence naming field, value, rule and way out."""
+
+import pathlib
+
+import jax
+
+from stratified import config as configs
+from stratified import files, sharding
+from stratified.config import read
+from stratified.policy import decoder, lora
+from stratified.policy.settings import check_platform, PolicySettings
+from stratified.retrieval import retrievers
+from stratified.runs import samplers, settings
+from stratified.tasks import base, named, search_qa
+from stratified.tools.search import Search
+
+###  What does not go together  ###
+
+
+def check_settings(config) -> None:
+  """Checks every field against its rule, and fields against each other; no files, no devices."""
+  configs.check_all(config, settings.rules())
+  read(PolicySettings, config)
+  read(lora.LoraSettings, config)
+  check_staleness(config)
+  check_rows(config)
+  check_updates(config)
+  base.limits(config)
+  named.check(config)
+  if config.retriever.name == "http":
+    retrievers.HttpSettings(config.retriever.url).address
+  if config.sampler.name == "sglang":
+    samplers.settings(config)
+
+
+def check_staleness(config) -> None:
+  if (
+    config.rollout.max_staleness
+    and config.loss.old_log_probs == "trainer"
+    and not config.loss.importance_cap
+  ):
+    raise ValueError(
+      "rollout.max_staleness=1 trains on the last step's policy: correct for it with "
+      "--config.loss.old_log_probs=sampler, or with --config.loss.importance_cap=2"
+    )
+
+
+def check_rows(config) -> None:
+  length, chunk = config.packing.row_length, config.policy.logit_chunk
+  if length < config.rollout.max_tokens:
+    raise ValueError(
+      f"packing.row_length={length} must be at least "
+      f"rollout.max_tokens={config.rollout.max_tokens}: a rollout fills at most one row"
+    )
+  if chunk and length % chunk:
+    raise ValueError(
+      f"policy.logit_chunk={chunk} does not divide packing.row_length={length}; choose a divisor, "
+      "or 0 for no chunks"
+    )
+
+
+def check_updates(config) -> None:
+  parts, questions = config.update.mini_batches, config.data.questions_per_step
+  if questions % parts:
+    raise ValueError(
+      f"update.mini_batches={parts} does not divide data.questions_per_step={questions}; choose a "
+      "divisor, so that every update sees as many questions"
+    )
+
+
+def check_protocol(config) -> None:
+  if config.rollout.protocol == "tool_calls" and not config.policy.checkpoint:
+    raise ValueError(
+      "rollout.protocol='tool_calls' needs policy.checkpoint: the calls' form comes with a model's "
+      "chat template"
+    )
+  if config.rollout.chat_template and not config.policy.checkpoint:
+    raise ValueError(
+      "rollout.chat_template=True needs policy.checkpoint: the template comes with a model's "
+      "directory"
+    )
+  if named.name_of(config) == "search_qa":
+    base.protocol(config, (Search,))
+
+
+def check_warm_start(config) -> None:
+  steps = config.warm_start.num_steps
+  if not steps:
+    return
+  if named.name_of(config) == "search_qa":
+    raise ValueError(
+      f"warm_start.num_steps={steps} must be 0 with data.name='files': "
+      "demonstrations are scripted for the generated tasks alone"
+    )
+  if config.rollout.protocol != "short":
+    raise ValueError(
+      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
+      f"{steps}: the demonstrations are scripted in its tags; the methods of "
+      "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
+    )
+
+
+def check_devices(config) -> None:
+  check_platform(read(PolicySettings, config), jax.default_backend())
+  if config.sampler.devices > len(jax.local_devices()):
+    raise ValueError(
+      f"sampler.devices={config.sampler.devices} is more than the {len(jax.local_devices())} "
+      "devices of this process; 0 takes all of them"
+    )
+
+
+def check_split(config, mesh, model: decoder.DecoderConfig, rows: int) -> None:
+  """Refuses sizes that the mesh can't split."""
+  demonstrated = config.warm_start.demonstrations_per_step if config.warm_start.num_steps else 0
+  sharding.check_divisible(
+    mesh,
+    {
+      "warm_start.demonstrations_per_step": ("question", demonstrated),
+      "data.questions_per_step": ("question", config.data.questions_per_step),
+      "packing.rows": ("row", rows),
+      "num_heads": ("heads", model.num_heads),
+      "num_kv_heads": ("kv_heads", model.num_kv_heads),
+      "mlp_width": ("mlp", model.mlp_width),
+      "vocab_size": ("vocabulary_part", model.vocab_size),
+      "width": ("width", model.width),
+    },
+  )
+
+
+def check_adapter(config, model: decoder.DecoderConfig) -> None:
+  chosen = read(lora.LoraSettings, config).adapter()
+  if chosen is None:
+    return
+  lora.weights(model, chosen)
+  if config.memory.reference == "host":
+    raise ValueError(
+      f"memory.reference='host' must be 'device' with lora.rank={chosen.rank}: the reference is "
+      "the frozen weights, which every pass computes with"
+    )
+  if config.optimizer.name == "muon":
+    raise ValueError(
+      "optimizer.name='muon' makes every singular value of an update alike, which the two thin "
+      f"factors of lora.rank={chosen.rank} have no use for; train adapters with "
+      "--config.optimizer.name=adamw"
+    )
+
+
+###  What is not here  ###
+
+
+def missing_parts(config) -> list[str]:
+  """Lists what the run needs and does not find, one sentence each with the command that gets it."""
+  found = _missing_files(config) if named.name_of(config) == "search_qa" else []
+  return found + retrievers.missing(config)
+
+
+def check_missing(parts: list[str]) -> None:
+  """Raises FileNotFoundError for what is missing, all of it at once."""
+  if len(parts) == 1:
+    raise FileNotFoundError(parts[0])
+  if parts:
+    raise FileNotFoundError(
+      f"{len(parts)} parts of this run are missing:\n" + "\n".join(f"  {part}" for part in parts)
+    )
+
+
+def _missing_files(config) -> list[str]:
+  # A server, or a dense index, has its passages elsewhere.
+  names = (
+    ["questions"]
+    + ["evaluation"] * bool(config.data.evaluation)
+    + ["corpus"] * (config.retriever.name in ("bm25", "hybrid"))
+  )
+  found = _missing_model(config)
+  for name in names:
+    try:
+      exists = search_qa.path_of(config.data[name]).exists()
+    except FileNotFoundError as error:  # STRATIFIED_DATA, or a name at all, is missing
+      found.append(f"{error}")
+      continue
+    if not exists:
+      found.append(
+        f"data.{name}={config.data[name]!r} does not exist; "
+        f"name the file with --config.data.{name}=PATH or make it with "
+        "python experiments/prepare_data.py --download=all --remove_duplicates"
+      )
+  return list(dict.fromkeys(found))
+
+
+def _missing_model(config) -> list[str]:
+  checkpoint = config.policy.checkpoint
+  if not checkpoint:
+    raise ValueError(
+      "policy.checkpoint is empty: data from files needs a model directory, "
+      "e.g. --config.policy.checkpoint=.cache/models/smollm2-135m-instruct"
+    )
+  stored = pathlib.Path(checkpoint) / "config.json"
+  if not stored.exists():
+    fetch = (
+      "python third_party/smollm2/fetch.py"
+      if "smollm2" in checkpoint
+      else f"hf download Qwen/{pathlib.Path(checkpoint).name} --local-dir {checkpoint}"
+      if pathlib.Path(checkpoint).name.startswith("Qwen")
+      else "download the model there, or name its directory with --config.policy.checkpoint"
+    )
+    return [f"policy.checkpoint={checkpoint!r} holds no model (no config.json); to get it: {fetch}"]
+  most = files.read_object(stored).get("max_position_embeddings")
+  if isinstance(most, int) and config.rollout.max_tokens > most:
+    raise ValueError(
+      f"rollout.max_tokens={config.rollout.max_tokens} is more than the {most} positions that the "
+      f"model of policy.checkpoint={checkpoint!r} was made for; lower it"
+    )
+  return []
