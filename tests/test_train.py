@@ -264,12 +264,12 @@ def test_the_smallest_run_itself_is_accepted():
 @pytest.mark.parametrize(
   "changes, sentence",
   [
-    ({"advantage.name": "grpo2"}, r"advantage\.name is 'grpo2'.*choose one of .*blend.*gn"),
+    ({"advantage.name": "grpo2"}, r"advantage\.name='grpo2'.*choose one of .*blend.*gn"),
     (
       {"advantage.alpha": 1.2},
       r"advantage\.alpha=1\.2 must be at least 0 and at most 1, and finite",
     ),
-    ({"advantage.ddof": 3}, r"advantage\.ddof is 3.*K is 3.*samples_per_question"),
+    ({"advantage.ddof": 3}, r"advantage\.ddof=3.*K is 3.*samples_per_question"),
     ({"strata.name": "colours"}, r"colours"),
     ({"sampler.name": "vllm"}, r"sampler\.name='vllm' is unknown; choose one of jax"),
     ({"retriever.name": "google"}, r"retriever\.name='google' is unknown"),
@@ -307,12 +307,12 @@ def test_the_smallest_run_itself_is_accepted():
     ({"policy.dtype": "half"}, r"policy\.dtype='half' is unknown"),
     ({"logging.trajectories_every": -1}, r"logging\.trajectories_every=-1 must be at least 0"),
     ({"mesh.data": 4096}, r"needs 4096 devices"),
-    ({"rollout.answer_tokens": 128}, r"answer_tokens is 128.*max_tokens"),
+    ({"rollout.answer_tokens": 128}, r"answer_tokens=128.*max_tokens"),
     (
       {"rollout.max_turns": 2},
-      r"mixture .* asks for up to 3 searches, but max_turns is 2: shorten the mixture",
+      r"warm_start\.mixture=.* asks for up to 3 calls, but rollout.max_turns is 2: shorten the mixture",
     ),
-    ({"data.entities": 5}, r"entities=5 is out of range"),
+    ({"data.entities": 5}, r"data.entities=5 must be at least 40"),
     (
       {"warm_start.learning_rate": -1.0},
       r"warm_start\.learning_rate=-1\.0 must be above 0, and finite",
