@@ -310,7 +310,7 @@ def test_the_smallest_run_itself_is_accepted():
     ({"rollout.answer_tokens": 128}, r"answer_tokens=128.*max_tokens"),
     (
       {"rollout.max_turns": 2},
-      r"warm_start\.mixture=.* asks for up to 3 calls, but rollout.max_turns is 2: shorten the mixture",
+      r"warm_start\.mixture=.* asks for up to 3 calls, but rollout.max_turns is 2: shorten",
     ),
     ({"data.entities": 5}, r"data.entities=5 must be at least 40"),
     (
