@@ -321,3 +321,11 @@ def test_a_config_that_is_no_json_is_named_with_the_way_out(tmp_path, text):
     match=r"config\.json is (not JSON .*|no JSON object), so it is damaged; .*new --workdir",
   ):
     checkpoint.check_config(tmp_path, {"a": 1}, RULES)
+
+
+def test_a_field_that_is_newer_than_the_run_counts_as_its_default(tmp_path):
+  rules = {"loss.new": Rule("a field of a later version", default=0.0)}
+  checkpoint.check_config(tmp_path, {"loss": {"clip": 0.2}}, {})
+  with pytest.raises(ValueError, match=r"loss.new: 0.0 in the workdir, 0.5 now"):
+    checkpoint.check_config(tmp_path, {"loss": {"clip": 0.2, "new": 0.5}}, rules)
+  checkpoint.check_config(tmp_path, {"loss": {"clip": 0.2, "new": 0.0}}, rules)

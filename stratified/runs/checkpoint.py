@@ -223,8 +223,8 @@ def check_config(
     rules: {dotted name: rule} of its fields; a field without one may not change.
 
   Raises:
-    ValueError: another field changed, appeared or vanished (all are named with both values), or a
-      value is not JSON.
+    ValueError: another field changed, appeared with another value than its default, or vanished (all
+      are named with both values), or a value is not JSON.
   """
   path = pathlib.Path(workdir) / "config.json"
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,6 +234,9 @@ def check_config(
     raise ValueError(f"the config cannot be stored as JSON: {error}") from error
   if path.exists():
     before, after = flatten(read_object(path)), flatten(json.loads(text))
+    # A field that came after the run was made had the effect of its default there.
+    defaults = {name: rule.default for name, rule in rules.items() if name in after}
+    before = json.loads(json.dumps(defaults)) | before
     refused = [key for key in changed(before, after) if not _may_change(key, before, after, rules)]
     if refused:
       lines = [
