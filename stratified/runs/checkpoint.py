@@ -223,8 +223,8 @@ def check_config(
     rules: {dotted name: rule} of its fields; a field without one may not change.
 
   Raises:
-    ValueError: another field changed, appeared with another value than its default, or vanished (all
-      are named with both values), or a value is not JSON.
+    ValueError: another field changed, appeared with a value that is not its default, or vanished
+      (all are named with both values), or a value is not JSON.
   """
   path = pathlib.Path(workdir) / "config.json"
   path.parent.mkdir(parents=True, exist_ok=True)
