@@ -25,7 +25,7 @@ from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, command_line, explain, settings, trainer
 from stratified.runs.checkpoint import check_config
-from stratified.runs.stop import Diverged, Stop, Unusable
+from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train, and how.")
@@ -82,7 +82,7 @@ def run(config, workdir: pathlib.Path, stop: Stop) -> None:
   build.enable_compilation_cache()
   try:
     trainer.train(made, workdir, stop)
-  except (RetrieverDown, SamplerError, scoring.AllLost, Diverged, Unusable) as error:
+  except (RetrieverDown, SamplerError, scoring.AllLost, Diverged, OutsideFailed, Unusable) as error:
     sys.exit(f"{error}")
   if processes.is_first():
     trainer.say(f"report: {run_page.write(workdir)}")

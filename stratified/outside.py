@@ -1,8 +1,7 @@
 """Loads what a config names from outside the project, as `module:name`.
 
 The module is looked for on the Python path, then in the working directory. Every mistake ends in a
-ValueError of one sentence that names the field, before any work; an error inside the module itself
-is left as it is, with its traceback.
+ValueError of one sentence that names the field, before any work.
 """
 
 from collections.abc import Callable
@@ -35,10 +34,17 @@ def load(field: str, spec: str) -> Any:
   except ModuleNotFoundError as error:
     missing = error.name or ""
     if missing != module_name and not module_name.startswith(f"{missing}."):
-      raise
+      raise ValueError(
+        f"{field} is {spec!r}, which imports {missing!r}, and there is no such module; install it"
+      ) from error
     raise ValueError(
       f"{field} is {spec!r}, but there is no module {missing!r} on the Python path or in "
       f"{os.getcwd()}; add its folder to PYTHONPATH"
+    ) from error
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f"{field} is {spec!r}, whose module failed to import with {type(error).__name__}: "
+      f"{_short(error)}"
     ) from error
   if not hasattr(module, name):
     where = getattr(module, "__file__", None) or f"the module {module_name}"

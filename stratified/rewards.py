@@ -10,6 +10,7 @@ figures then compare with published ones.
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 import numbers
 import re
@@ -222,7 +223,8 @@ def _part(part: str, name: str) -> tuple[str, Callable[[Trajectory], float]]:
       )
     return part, PARTS[part]
   function = outside.function("reward.name", part, "a Trajectory")
-  outside.trial("reward.name", part, lambda: function(made_up()), _no_number)
+  for rollout in made_up_rollouts():
+    outside.trial("reward.name", part, functools.partial(function, rollout), _no_number)
   label = part.partition(":")[2]
   if label in (*_TAKEN, *PARTS):
     raise ValueError(
@@ -248,6 +250,14 @@ def made_up() -> Trajectory:
   call = Call("search", "sea", "hit", ("1",))
   turns = (Turn("call", "<search> sea</search>", (call,)), Turn("answer", "<answer> Oslo</answer>"))
   return Trajectory(question, 0, (prompt, said), turns, "Oslo")
+
+
+def made_up_rollouts() -> tuple[Trajectory, ...]:
+  """Rollouts of every kind: right after a search, without an answer, and with an invalid turn."""
+  right = made_up()
+  silent = dataclasses.replace(right, turns=right.turns[:1], answer=None, stop="turns")
+  invalid = dataclasses.replace(right, turns=(Turn("invalid", "hm"),), answer=None, stop="length")
+  return right, silent, invalid
 
 
 def parts_row(scores: Sequence[Score]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stratified import outside
 from stratified.config import setting, Settings
-from stratified.rewards import made_up
+from stratified.rewards import made_up_rollouts
 from stratified.types import Trajectory
 
 
@@ -193,7 +193,8 @@ def make(
 def _one(part: str, name: str, cap: int, tools: Sequence[str] | None) -> Partition:
   if ":" in part:
     function = outside.function("strata.name", part, "a Trajectory")
-    outside.trial("strata.name", part, lambda: function(made_up()), _no_stratum)
+    for rollout in made_up_rollouts():
+      outside.trial("strata.name", part, functools.partial(function, rollout), _no_stratum)
     return by_trajectory(function, cap + 1)
   if part in _BY_TRAJECTORY:
     function, num_strata = _BY_TRAJECTORY[part]

@@ -217,7 +217,7 @@ def test_an_estimator_from_outside_is_mapped_over_questions_like_any_other(mine)
 @pytest.mark.parametrize(
   "name, words",
   [
-    ("short", "it must return one advantage a rollout"),
+    ("short", "it must return one number a rollout"),
     ("infinite", "advantages must be finite"),
     ("narrow", r"whose signature is \(reward_k\); it is called with reward_k, stratum_k"),
     ("broken", "failed on a made-up rollout with AttributeError"),

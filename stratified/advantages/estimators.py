@@ -118,18 +118,25 @@ def from_outside(spec: str) -> Callable:
   """
   named = ("num_strata", "mask_k", "eps", "ddof")
   kernel = outside.function("advantage.name", spec, "reward_k", "stratum_k", named=named)
-  reward_k, stratum_k = jnp.float32([1, 0, 0, 1]), jnp.int32([0, 1, 1, 1])
+  stratum_k = jnp.int32([0, 1, 1, 1])
 
-  def call():
-    options = dict(num_strata=2, mask_k=jnp.ones(4), eps=1e-6, ddof=0)
-    return jax.jit(lambda r, s: kernel(r, s, **options))(reward_k, stratum_k)
+  def call(reward_k, mask_k):
+    options = dict(num_strata=2, mask_k=jnp.float32(mask_k), eps=1e-6, ddof=0)
+    return jax.jit(lambda r, s: kernel(r, s, **options))(jnp.float32(reward_k), stratum_k)
 
   def wrong(value):
-    if getattr(value, "shape", None) != (4,):
-      return "it must return one advantage a rollout, [K]"
+    if getattr(value, "shape", None) != (4,) or not jnp.issubdtype(value.dtype, jnp.floating):
+      return "it must return one number a rollout, [K]"
     return None if bool(jnp.isfinite(value).all()) else "advantages must be finite"
 
-  outside.trial("advantage.name", spec, call, wrong)
+  # Groups that differ, are all equal, have a lost rollout, are all lost.
+  for reward_k, mask_k in (
+    ([1, 0, 0, 1], [1, 1, 1, 1]),
+    ([1, 1, 1, 1], [1, 1, 1, 1]),
+    ([1, 0, 0, 1], [1, 1, 1, 0]),
+    ([0, 0, 0, 0], [0, 0, 0, 0]),
+  ):
+    outside.trial("advantage.name", spec, functools.partial(call, reward_k, mask_k), wrong)
   return kernel
 
 

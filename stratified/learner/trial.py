@@ -9,6 +9,7 @@ import numpy as np
 
 from stratified.algorithms.base import Algorithm, Outputs
 from stratified.learner import batching
+from stratified.losses import AGGREGATIONS
 from stratified.types import Batch, Call, Question, Segment, Trajectory, Turn
 
 
@@ -41,10 +42,11 @@ def check(algorithm: Algorithm, field: str, samples: int = 4) -> None:
   """
   try:
     batch, problem = _batch(algorithm, samples), None
-    before = _outputs(algorithm, batch.token_art.shape)
+    made = _outputs(algorithm, batch.token_art.shape)
+    before = made if algorithm.looks_before else None
     credit = jax.jit(functools.partial(algorithm.credit, step=0))(batch, before)
-    problem = _wrong_credit(credit, batch) or _wrong_losses(algorithm, credit, batch, before)
-  except Exception as error:
+    problem = _wrong_credit(credit, batch) or _wrong_losses(algorithm, credit, batch, made)
+  except (Exception, SystemExit) as error:
     text = " ".join(str(error).split())
     raise ValueError(
       f"{field}: {type(algorithm).__name__} failed on made-up rollouts with "
@@ -82,10 +84,13 @@ def _wrong_credit(credit, batch: Batch) -> str | None:
       return f"gives credit {name!r} of shape {list(value.shape)}; it must be {words}"
     if not bool(jnp.isfinite(value).all()):
       return f"gives credit {name!r} that is not finite; it must be for finite rewards"
+  for key, value in credit.stats.items():
+    if np.shape(value):
+      return f"gives the statistic {key!r} of shape {list(np.shape(value))}; it must be a scalar"
   return None
 
 
-def _wrong_losses(algorithm: Algorithm, credit, batch: Batch, before: Outputs) -> str | None:
+def _wrong_losses(algorithm: Algorithm, credit, batch: Batch, made: Outputs) -> str | None:
   at = lambda x: x[0]
   micro = batch._replace(
     **{
@@ -98,8 +103,14 @@ def _wrong_losses(algorithm: Algorithm, credit, batch: Batch, before: Outputs) -
     name: at(x) if x.ndim == 3 else jnp.asarray(x).reshape(-1)[micro.trajectory_art]
     for name, x in credit.token.items()
   }
-  outputs, shape = jax.tree.map(at, before), micro.token_art.shape
-  for name, loss in algorithm.losses(outputs, outputs, by_token, micro).items():
+  outputs, shape = jax.tree.map(at, made), micro.token_art.shape
+  before = outputs if algorithm.looks_before else None
+  found = algorithm.losses(outputs, before, by_token, micro)
+  if not found:
+    return "gives no loss; it must give one at least"
+  for name, loss in found.items():
+    if loss.aggregation not in AGGREGATIONS:
+      return f"aggregates {name!r} by {loss.aggregation!r}; choose one of {', '.join(AGGREGATIONS)}"
     if name not in micro.stream_art:
       return f"gives a loss {name!r} without a stream of that name; STREAMS has {algorithm.STREAMS}"
     if np.shape(loss.value) != shape:

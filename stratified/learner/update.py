@@ -138,13 +138,16 @@ def _forward(model, adapter, temperature, chunk, params, reference, micro, *, re
   params = lora.join(adapter, reference, params) if adapter else params
   x, logp, entropy = log_probs_of(params)
   # As a token's log-prob, its value is read off what stands before it.
-  extra = {
-    name: log_probs.shifted(heads.outputs(model, params, name, x)[..., 0], 1)
-    for name in model.heads
-  }
+  extra = {name: _of_next(heads.outputs(model, params, name, x)) for name in model.heads}
   if reference_logp is None and reference is not None:
     reference_logp = jax.lax.stop_gradient(log_probs_of(reference)[1])
   return Outputs(logp, entropy, reference_logp, extra)
+
+
+def _of_next(head_rtn):
+  """A head's outputs [R, T, N] at the token that follows, [R, T] where N is 1."""
+  shifted = jax.vmap(lambda x_rt: log_probs.shifted(x_rt, 1), in_axes=-1, out_axes=-1)
+  return log_probs.shifted(head_rtn[..., 0], 1) if head_rtn.shape[-1] == 1 else shifted(head_rtn)
 
 
 def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
@@ -157,11 +160,14 @@ def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
     put = lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0)
     return jax.tree.map(put, filled, outputs(i))
 
-  shape = batch.token_art.shape
-  empty = jax.tree.map(
-    lambda x: sharding.constrain(jnp.zeros(shape, x.dtype), None, "row", None),
-    jax.eval_shape(outputs, 0),
-  )
+  micros = batch.token_art.shape[0]
+
+  def zeros(x):
+    return sharding.constrain(
+      jnp.zeros((micros, *x.shape), x.dtype), None, "row", *[None] * (x.ndim - 1)
+    )
+
+  empty = jax.tree.map(zeros, jax.eval_shape(outputs, 0))
   return jax.lax.fori_loop(0, batch.first_m[-1], fill, empty)
 
 

@@ -33,6 +33,7 @@ class StageParts:
   """What a stage trains with: its optimizer, the shapes of its batches, its jitted update."""
 
   stage: Stage
+  first: int  # the run's step at which the stage begins; the warm start has steps of its own
   optimizer: Any
   packing: batching.Packing
   learn: update.OnMesh
@@ -78,7 +79,7 @@ def build(config, *, task: bool = True) -> Run:
     ValueError, OSError: one sentence naming field, value, rule and way out; what is missing here is
       listed together.
   """
-  check_settings(config)
+  refusals.check_settings(config)
   refusals.check_missing(refusals.missing_parts(config))
   refusals.check_protocol(config)
   refusals.check_warm_start(config)
@@ -93,12 +94,6 @@ def build(config, *, task: bool = True) -> Run:
     reward=named.reward(config, opened),
     partition=partition(config, opened.tool_names),
   )
-
-
-def check_settings(config) -> None:
-  """Refuses what neither files nor devices are needed to refuse."""
-  refusals.check_settings(config)
-  algorithm(config, partition(config).num_strata)
 
 
 def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
@@ -219,8 +214,8 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
   """Makes the parts of every stage: the warm start's, where there is one, and the method's own."""
   found = [warm_start(config, mesh, model)] if config.warm_start.num_steps else []
   repeat = read(update.UpdateSettings, config)
-  shapes = packing(config, mesh, mini_batches=repeat.mini_batches)
-  for stage in method.stages(config.num_steps):
+  shapes, first = packing(config, mesh, mini_batches=repeat.mini_batches), 0
+  for stage in refusals.checked_stages(config, method):
     chain = optimizer(config)
     learn = update.make_update(
       mesh,
@@ -235,7 +230,8 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
       adapter=adapter(config),
       host=host_parts(config),
     )
-    found.append(StageParts(stage, chain, shapes, learn))
+    found.append(StageParts(stage, first, chain, shapes, learn))
+    first += stage.num_steps
   return tuple(found)
 
 
@@ -247,7 +243,7 @@ def warm_start(config, mesh, model) -> StageParts:
   learn = update.make_update(
     mesh, model, chain, stage.algorithm, chunk=config.policy.logit_chunk or None
   )
-  return StageParts(stage, chain, packing(config, mesh, w.demonstrations_per_step), learn)
+  return StageParts(stage, 0, chain, packing(config, mesh, w.demonstrations_per_step), learn)
 
 
 def open_task(config) -> base.Task:
@@ -264,7 +260,7 @@ def open_task(config) -> base.Task:
     )
   )
   task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
-  task.held_out(config.eval.questions)
+  refusals.check_task(config, task)
   return task
 
 

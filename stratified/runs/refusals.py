@@ -6,6 +6,7 @@ import jax
 
 from stratified import config as configs
 from stratified import files, sharding
+from stratified.algorithms.base import Algorithm, Stage
 from stratified.config import read
 from stratified.policy import decoder, lora
 from stratified.policy.settings import check_platform, PolicySettings
@@ -65,6 +66,64 @@ def check_updates(config) -> None:
     raise ValueError(
       f"update.mini_batches={parts} does not divide data.questions_per_step={questions}; choose a "
       "divisor, so that every update sees as many questions"
+    )
+
+
+SOURCES = ("rollouts",)  # of a method's own stages; the warm start's are demonstrations
+
+
+def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
+  """Returns the method's stages; refuses those that the trainer can't run one after the other."""
+  name, found = f"algorithm.name={config.algorithm.name!r}", method.stages(config.num_steps)
+  if not found or not all(isinstance(stage, Stage) for stage in found):
+    raise ValueError(f"{name} has the stages {found!r}; it must give one Stage at least")
+  for stage in found:
+    if stage.source not in SOURCES:
+      raise ValueError(
+        f"{name} has a stage {stage.name!r} with the source {stage.source!r}; choose one of "
+        f"{', '.join(SOURCES)}"
+      )
+  names = [stage.name for stage in found]
+  if len({*names, "warm_start"}) <= len(names):
+    raise ValueError(f"{name} has stages called {', '.join(names)}; each needs a name of its own")
+  steps = [stage.num_steps for stage in found]
+  if min(steps) < 1 or sum(steps) != config.num_steps:
+    raise ValueError(
+      f"{name} has stages of {', '.join(map(str, steps))} steps; each needs one at least, and they "
+      f"must add up to num_steps={config.num_steps}"
+    )
+  if config.lora.rank and len(found) > 1:
+    raise ValueError(
+      f"lora.rank={config.lora.rank} with the {len(found)} stages of {name} can't resume: the "
+      "frozen weights of a later stage are in no checkpoint; train every weight with "
+      "--config.lora.rank=0"
+    )
+  return tuple(found)
+
+
+def check_task(config, task: base.Task) -> None:
+  """Refuses a task that does not give what training asks of it."""
+  name = f"task.name={config.task.name or config.data.name!r}"
+  try:
+    asked, sets = task.questions_at(0), task.held_out(config.eval.questions)
+  except (ValueError, OSError):
+    raise
+  except Exception as error:
+    text = " ".join(str(error).split())
+    raise ValueError(f"{name} failed with {type(error).__name__}: {text}") from error
+  wanted = config.data.questions_per_step
+  if not isinstance(asked, list | tuple) or len(asked) != wanted:
+    got = len(asked) if hasattr(asked, "__len__") else type(asked).__name__
+    raise ValueError(
+      f"{name} gives {got} for the questions of a step; it must give "
+      f"data.questions_per_step={wanted} of them"
+    )
+  if not isinstance(sets, dict) or "held_out" not in sets:
+    got = ", ".join(map(str, sets)) if isinstance(sets, dict) else type(sets).__name__
+    raise ValueError(f"{name} gives {got} for the held-out sets; one must be called 'held_out'")
+  if config.warm_start.num_steps and task.demonstrations is None:
+    raise ValueError(
+      f"warm_start.num_steps={config.warm_start.num_steps} must be 0: {name} has no demonstrations"
     )
 
 

@@ -41,7 +41,9 @@ class Rollouts:
   waits for its own.
   """
 
-  def __init__(self, config, task: Task, sampler):
+  def __init__(self, config, task: Task, sampler, end: int):
+    """end: the step before which rollouts are wanted."""
+    self._end = end
     self._config, self._task, self._sampler = config, task, sampler
     self._pool = (
       concurrent.futures.ThreadPoolExecutor(1, "rollouts") if config.rollout.max_staleness else None
@@ -52,7 +54,7 @@ class Rollouts:
     """Takes ([Q][K] trajectories of the step, their seconds); the step updates `params`."""
     groups, times = self._next.result() if self._next else self._begin(step, step, params)()
     self._next = None
-    if self._pool and step + 1 < self._config.num_steps:
+    if self._pool and step + 1 < self._end:
       self._next = self._pool.submit(self._begin(step + 1, step, params))
     elif self._config.sampler.release:
       self._sampler.release()

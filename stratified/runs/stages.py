@@ -8,6 +8,7 @@ A source serves `trainer.run_stage`:
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import time
 from typing import Any
@@ -18,6 +19,7 @@ from stratified.evaluation import score as scoring
 from stratified.learner import batching
 from stratified.runs import build, held_out
 from stratified.runs.rollouts import Rollouts
+from stratified.runs.stop import OutsideFailed
 from stratified.runs.writer import trajectory_records, Writer
 from stratified.types import Batch, TrainState
 
@@ -31,6 +33,19 @@ class Surroundings:
   sampler: Any
   judge: Any
   writer: Writer
+
+
+@contextlib.contextmanager
+def blame(field: str, name: str):
+  """Turns what a function of one's own raises into a sentence that names its field."""
+  try:
+    yield
+  except Exception as error:
+    text = " ".join(str(error).split())
+    raise OutsideFailed(
+      f"{field}={name!r} failed on a rollout with {type(error).__name__}: {text}; mend it, and the "
+      "same command goes on from the last step"
+    ) from error
 
 
 class Demonstrations:
@@ -87,15 +102,18 @@ class Reinforcement:
 
   def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
     self._parts, self._around, self._policy = parts, around, policy
-    self._rollouts = Rollouts(around.run.config, around.run.task, around.sampler)
+    end = parts.first + parts.stage.num_steps
+    self._rollouts = Rollouts(around.run.config, around.run.task, around.sampler, end)
     self._clock = time.perf_counter()
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
     run = self._around.run
     groups, times = self._rollouts.take(step, self._policy(state))
-    scores = [[None if t.fault else run.reward(t) for t in group] for group in groups]
-    reward = [[0.0 if s is None else s.total for s in group] for group in scores]
-    strata = [run.partition.assign(group, step=step) for group in groups]
+    with blame("reward.name", run.config.reward.name):
+      scores = [[None if t.fault else run.reward(t) for t in group] for group in groups]
+      reward = [[0.0 if s is None else s.total for s in group] for group in scores]
+    with blame("strata.name", run.config.strata.name):
+      strata = [run.partition.assign(group, step=step) for group in groups]
     self._sampled = groups, reward, strata
     row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
     spent = times["rollout_s"] + times["search_s"]
@@ -137,8 +155,9 @@ class Reinforcement:
     return f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}"
 
   def start(self, state: TrainState) -> bool:
-    """Evaluates the policy that the stage begins with; that takes long enough to be kept."""
-    self._evaluate(held_out.evaluate_start, state)
+    """Evaluates the policy that the run begins with; that takes long enough to be kept."""
+    if not self._parts.first:
+      self._evaluate(held_out.evaluate_start, state)
     return True
 
   def _evaluate(self, evaluate: Callable, state: TrainState, *step: int) -> None:

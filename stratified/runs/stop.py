@@ -9,6 +9,11 @@ class Diverged(RuntimeError):
   """Update after update was not finite; the sentence says what was kept and what helps."""
 
 
+class OutsideFailed(RuntimeError):
+  """A reward or a partition failed on a rollout; the sentence names it, and what was trained is
+  saved."""
+
+
 class Unusable(RuntimeError):
   """A workdir that can't be gone on from; the sentence names what is damaged and the way out."""
 

@@ -16,7 +16,7 @@ from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, samplers, stages
 from stratified.runs.checkpoint import Checkpointer
-from stratified.runs.stop import Diverged, Stop, Unusable
+from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
 from stratified.runs.weights import Weights
 from stratified.runs.writer import Writer
 from stratified.sampling.sglang.errors import SamplerError
@@ -52,12 +52,13 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
     )
     seats = [stack.enter_context(seat_of(run, parts, workdir)) for parts in run.stages]
     number, restored = newest(seats, workdir)
-    last = number == len(seats) - 1
+    resumed = restored if seats[number].parts.stage.source != "demonstrations" else None
+    warm = seats[0] if seats[0].parts.stage.source == "demonstrations" else None
     try:
       writer = Writer(
         workdir,
-        resume_step=restored[1] if restored and last else None,
-        warm_start_step=seats[0].saved.latest_step or 0,
+        resume_step=seats[number].parts.first + resumed[1] if resumed else None,
+        warm_start_step=(warm.saved.latest_step or 0) if warm else 0,
         active=processes.is_first(),
       )
     except ValueError as error:  # a damaged line, by its number
@@ -78,8 +79,8 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
 @contextlib.contextmanager
 def seat_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
   """Opens the seat of a stage; the last one's checkpoints are the run's own."""
-  last = parts is run.last
-  weights = Weights(run.config, run.mesh, run.model, parts.optimizer, plain=not last)
+  last, imitates = parts is run.last, parts.stage.source == "demonstrations"
+  weights = Weights(run.config, run.mesh, run.model, parts.optimizer, plain=imitates)
   folder = workdir if last else workdir / parts.stage.name
   every = run.config.checkpoint.every if last else EARLIER_EVERY
   with Checkpointer(folder, every) as saved:
@@ -101,7 +102,7 @@ def newest(seats: list[Seat], workdir: pathlib.Path) -> tuple[int, tuple[TrainSt
 
 def run_stage(seat: Seat, around, restored, params, stop: Stop):
   """Trains one stage, restored or begun from `params`; returns the parameters it ends with."""
-  stage, weights = seat.parts.stage, seat.weights
+  stage, weights, first = seat.parts.stage, seat.weights, seat.parts.first
   state, step = restored or (weights.begin(params), 0)
   if restored and step:
     say(f"going on from step {step} of {stage.num_steps} ({stage.name})")
@@ -113,14 +114,14 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
       seat.save(0, state, force=True)
     while step < stage.num_steps and not stop.agreed():
       try:
-        batch, row = source.take(step, state)
-      except (RetrieverDown, SamplerError):
+        batch, row = source.take(first + step, state)
+      except (RetrieverDown, SamplerError, OutsideFailed):
         seat.save(step, state, force=True)
         raise
       placed, start = batching.place(around.run.mesh, batch), time.perf_counter()
       state, stats = jax.block_until_ready(seat.parts.learn(state, placed))
       row["time/update_s"], step = time.perf_counter() - start, step + 1
-      note = source.finish(step, state, stats, batch, row)
+      note = source.finish(first + step, state, stats, batch, row)
       # After all of the step's rows: a run killed before this repeats the step, one killed after it
       # has them.
       seat.save(step, state, force=step == stage.num_steps)
