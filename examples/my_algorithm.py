@@ -1,4 +1,4 @@
-"""A method of your own: REINFORCE on rollouts, while the best rollout of each group is imitated.
+"""A method of your own: REINFORCE on rollouts, while those that were right are imitated.
 
     python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/mine \\
         --config.algorithm.name=examples.my_algorithm:ReinforceAndImitate

@@ -195,6 +195,8 @@ import jax.numpy as jnp
 def right(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return mask_k * (reward_k - 0.5)
 def short(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return reward_k[:2]
 def infinite(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return reward_k / 0.0
+def bare(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof):
+  return (reward_k - reward_k.mean()) / reward_k.std()
 def narrow(reward_k): return reward_k
 def broken(reward_k, stratum_k, *, num_strata, mask_k, eps, ddof): return reward_k.nothing
 """
@@ -219,6 +221,7 @@ def test_an_estimator_from_outside_is_mapped_over_questions_like_any_other(mine)
   [
     ("short", "it must return one number a rollout"),
     ("infinite", "advantages must be finite"),
+    ("bare", "advantages must be finite"),  # of a group of equal rewards
     ("narrow", r"whose signature is \(reward_k\); it is called with reward_k, stratum_k"),
     ("broken", "failed on a made-up rollout with AttributeError"),
     ("absent", "has no 'absent'"),

@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from stratified import outside, rewards
+from stratified import outside, rewards, strata
+from stratified.runs.stages import blame
+from stratified.runs.stop import OutsideFailed
 
 MODULE = """
 import math
@@ -55,9 +57,16 @@ def test_what_cannot_be_loaded(spec, message):
   assert str(caught.value).startswith(f"a.field is {spec!r}") and "\n" not in str(caught.value)
 
 
-def test_an_error_inside_the_module_is_not_hidden():
-  with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+def test_an_error_inside_the_module_is_named():
+  with pytest.raises(ValueError, match="imports 'absent_dependency'.*no such module; install it"):
     outside.load("a.field", "outside_broken:f")
+
+
+def test_a_module_that_ends_the_program_is_a_mistake_and_no_success(tmp_path, monkeypatch):
+  (tmp_path / "outside_exits.py").write_text("import sys\nsys.exit(0)\n")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  with pytest.raises(ValueError, match="whose module failed to import with SystemExit"):
+    outside.load("a.field", "outside_exits:f")
 
 
 @pytest.mark.parametrize(
@@ -105,3 +114,20 @@ def test_a_reward_that_is_wrong_only_later_names_the_rollout():
   later = dataclasses.replace(one, question=dataclasses.replace(one.question, id="q9"), sample=3)
   with pytest.raises(ValueError, match="the reward 'late' of rollout 3 of question 'q9' is inf"):
     reward(later)
+
+
+def test_what_fails_on_one_kind_of_rollout_is_found_before_work(tmp_path, monkeypatch):
+  (tmp_path / "outside_partial.py").write_text("def f(t): return float(len(t.answer))\n")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  with pytest.raises(ValueError, match="failed on a made-up rollout with TypeError"):
+    rewards.make("outside_partial:f")
+  with pytest.raises(ValueError, match="failed on a made-up rollout with TypeError"):
+    strata.make("outside_partial:f")
+
+
+def test_what_fails_late_is_a_sentence_that_names_its_field():
+  with pytest.raises(
+    OutsideFailed, match="reward.name='m:f' failed on a rollout with KeyError: 'x'"
+  ):
+    with blame("reward.name", "m:f"):
+      raise KeyError("x")
