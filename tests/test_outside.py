@@ -117,7 +117,7 @@ def test_a_reward_that_is_wrong_only_later_names_the_rollout():
 
 
 def test_what_fails_on_one_kind_of_rollout_is_found_before_work(tmp_path, monkeypatch):
-  (tmp_path / "outside_partial.py").write_text("def f(t): return float(len(t.answer))\n")
+  (tmp_path / "outside_partial.py").write_text("def f(t): return len(t.answer)\n")
   monkeypatch.syspath_prepend(str(tmp_path))
   with pytest.raises(ValueError, match="failed on a made-up rollout with TypeError"):
     rewards.make("outside_partial:f")
@@ -126,8 +126,6 @@ def test_what_fails_on_one_kind_of_rollout_is_found_before_work(tmp_path, monkey
 
 
 def test_what_fails_late_is_a_sentence_that_names_its_field():
-  with pytest.raises(
-    OutsideFailed, match="reward.name='m:f' failed on a rollout with KeyError: 'x'"
-  ):
+  with pytest.raises(OutsideFailed, match="reward.name='m:f' failed on a rollout with KeyError"):
     with blame("reward.name", "m:f"):
       raise KeyError("x")
