@@ -43,11 +43,14 @@ class RetrieverDown(RuntimeError):
 
 
 class _Retry(Exception):
-  """This attempt failed; another may not. `after_s` is what the server asked for."""
+  """This attempt failed; another may not.
 
-  def __init__(self, reason: str, after_s: float = 0.0):
+  after_s: what the server asked for. away: nobody took the connection, so the search is not why.
+  """
+
+  def __init__(self, reason: str, after_s: float = 0.0, away: bool = False):
     super().__init__(reason)
-    self.after_s = after_s
+    self.after_s, self.away = after_s, away
 
 
 class _Refused(Exception):
@@ -231,7 +234,8 @@ class HttpRetriever:
       except _Retry as error:
         self._note(began, f"{error}")
         if failures >= retries:
-          if await self._alive():
+          # A server that came up since the attempt has not seen this search yet.
+          if not error.away and await self._alive():
             raise
           failures = 0
         self.retried += 1
@@ -280,7 +284,8 @@ class HttpRetriever:
     except TimeoutError:
       raise _Retry(f"no whole reply within {timeout_s:.3g} s") from None
     except (httpx.TransportError, httpx.DecodingError) as error:
-      raise _Retry(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+      away = isinstance(error, httpx.ConnectError)
+      raise _Retry(f"{type(error).__name__}: {error}".removesuffix(": "), away=away) from error
 
   async def _alive(self) -> bool:
     """Whether the server answers at all: then the search, not the server, is what fails."""
