@@ -71,30 +71,6 @@ Question: {question}
 """
 
 
-SEARCH_O1_FEW_SHOT = """\
-Answer the question. To look something up, write a query between <search> and </search>; the fact \
-that was found comes \
-back between <information> and </information>. Then write the short answer between <answer> and \
-</answer>.
-
-Question: Which ocean lies to the west of the country whose capital is Lisbon?
-<think> Lisbon is the capital of Portugal. I need the ocean to its west. </think>
-<search> Portugal coast ocean </search>
-<information>Portugal is bordered by the Atlantic Ocean to the west and south.</information>
-<think> The fact names the ocean. </think>
-<answer> Atlantic Ocean </answer>
-
-Question: Who wrote the novel Frankenstein?
-<think> I should look up the novel. </think>
-<search> Frankenstein novel author </search>
-<information>Frankenstein is a novel of 1818 by the English author Mary Shelley.</information>
-<think> The author is Mary Shelley. </think>
-<answer> Mary Shelley </answer>
-
-Question: {question}
-"""
-
-
 DIGEST_FEW_SHOT = """\
 Read the passages. Write in one sentence the fact that the search was for.
 
