@@ -60,17 +60,6 @@ Question: {question}
 {passages}"""
 )
 
-SEARCH_O1 = """\
-Answer the question at the end. Reason step by step. Whenever you are not sure of a fact, stop \
-and ask a search engine \
-for it: write a query between <search> and </search>. What its pages say about the query is \
-summed up for you between \
-<information> and </information>; then go on reasoning. You may search several times. When you \
-know the answer, write \
-it between <answer> and </answer>: only the short answer itself, as in <answer> Lisbon </answer>.
-Question: {question}
-"""
-
 
 def interleave(
   setting: Setting, question: Question, key: Key, prompt_ids: tuple[int, ...]
