@@ -579,7 +579,7 @@ def test_a_faulty_corpus_leaves_the_manifest_true_to_the_questions_written_befor
     ("c.jsonl", b"\xef\xbb\xbf"),
     ("c.tsv", b""),
     ("c.tsv", b"id\ttext\ttitle\n"),
-    ("c.jsonl.gz", gzip.compress(b"")),
+    ("c.jsonl.gz", gzip.compress(b"", mtime=0)),
   ],
 )
 def test_an_empty_corpus_never_takes_the_place_of_a_good_one(tmp_path, name, content):
