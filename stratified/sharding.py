@@ -124,6 +124,17 @@ def over_rows(function, *arrays):
   return jax.shard_map(mapped, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
 
 
+def take_in_rows(x_rtd, index_rt):
+  """Takes [R, T, D] of each row's own positions [R, T]; no row needs another's."""
+  local = lambda x, index: jnp.take_along_axis(x, index[..., None], 1)
+  if not meshed():
+    return local(x_rtd, index_rt)
+  rows, positions = spec("row", None, None), spec("row", None)
+  return jax.shard_map(local, in_specs=(rows, positions), out_specs=rows)(
+    constrain(x_rtd, "row", None, None), constrain(index_rt, "row", None)
+  )
+
+
 def gathered(weight, axes: Sequence[str | None]):
   """Gathers a weight along `fsdp` for the layer that uses it; backwards, scatters its gradient."""
   return constrain(weight, *axes, without="fsdp")

@@ -34,12 +34,15 @@ class Outputs(NamedTuple):
   logp, entropy: of each token given those before it, at the sampling temperature.
   reference_logp: the frozen reference's; None without one.
   heads: {name: value} of the method's extra heads.
+  divergence: between a teacher and the policy, for a method that has one (policy/divergence.py);
+    all else is then None.
   """
 
   logp: Any
   entropy: Any
   reference_logp: Any
   heads: dict[str, Any]
+  divergence: Any = None
 
 
 class Credit(NamedTuple):
@@ -87,6 +90,11 @@ class Algorithm:
   def stages(self, num_steps: int) -> tuple["Stage", ...]:
     """The parts of a run after its warm start; by default `num_steps` of reinforcement."""
     return (Stage("reinforcement", "rollouts", num_steps, self),)
+
+  @property
+  def teacher(self) -> "Teacher | None":
+    """Whom the policy is compared with; None for a method without a teacher."""
+    return None
 
   @property
   def looks_before(self) -> bool:
@@ -138,16 +146,50 @@ def by_rollout(x_art, trajectory_art, shape: tuple[int, int]):
   return sharding.constrain(summed.reshape(shape), "question", None)
 
 
+class Teacher(NamedTuple):
+  """A teacher reads the policy's own tokens after another prompt and says what it would have done.
+
+  settings: `losses.DivergenceSettings`, the divergence between both.
+  weights: "frozen" (the state's reference), "ema" (the reference, which follows the policy), or
+    "current" (the policy's own, without gradient).
+  decay: of the reference at each update, reference = decay x reference + (1 - decay) x policy.
+  row_length: tokens of its packed rows.
+  """
+
+  settings: Any
+  weights: str = "frozen"
+  decay: float = 1.0
+  row_length: int = 0
+
+
+class Trained(NamedTuple):
+  """What a stage trains, where that differs from the run's own settings.
+
+  optimizer: the arguments of `optimizer.make`.
+  adapter: the arguments of `lora.LoraConfig`, adapters beside frozen weights; None trains every
+    weight.
+  rollouts: in a step's batch.
+  """
+
+  optimizer: dict[str, Any]
+  adapter: dict[str, Any] | None
+  rollouts: int
+
+
 class Stage(NamedTuple):
   """A part of a run, trained to its end before the next begins.
 
   name: as it stands in the rows of metrics.jsonl.
-  source: where its batches come from: "demonstrations" (the task's, scripted) or "rollouts" (the
-    policy's own).
+  source: where its batches come from: "demonstrations" (the task's, scripted), "rollouts" (the
+    policy's own) or "pairs" (mined from the policy's own).
   algorithm: how it learns from them.
+  cycle: which turn of an alternation it belongs to, from 1; 0 where there is none.
+  trained: None is what the run's own settings say.
   """
 
   name: str
   source: str
   num_steps: int
   algorithm: Algorithm
+  cycle: int = 0
+  trained: Trained | None = None

@@ -41,6 +41,7 @@ class Packing:
   """Fixed shapes of a batch: at most `micro` micro-batches of `rows` rows of `length` tokens.
 
   shards: how many parts the mesh splits rows into. mini_batches: by questions, in their order.
+  teacher_length: of the rows that a teacher reads; 0 without one.
   """
 
   length: int
@@ -48,35 +49,46 @@ class Packing:
   micro: int
   shards: int = 1
   mini_batches: int = 1
+  teacher_length: int = 0
 
   @classmethod
   def for_rollouts(
-    cls, count: int, *, length: int, rows: int, shards: int = 1, mini_batches: int = 1
+    cls, count: int, *, rows: int, shards: int = 1, mini_batches: int = 1, **lengths
   ) -> "Packing":
     """Room for `count` rollouts even if each fills a row of its own."""
     micro = mini_batches * -(-(count // mini_batches) // rows)
-    return cls(length=length, rows=rows, micro=micro, shards=shards, mini_batches=mini_batches)
+    return cls(rows=rows, micro=micro, shards=shards, mini_batches=mini_batches, **lengths)
 
 
-def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-  """Packs items into bins, longest first, each into the first with room: item indices by bin."""
-  bins, room = [], np.zeros(len(lengths), np.int64)
-  for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-    if lengths[item] > capacity:
-      raise ValueError(
-        f"a rollout of {lengths[item]} tokens does not fit a row of {capacity}; "
-        "raise the row length or lower --config.rollout.max_tokens"
-      )
-    fits = np.nonzero(room[: len(bins)] >= lengths[item])[0]
+def first_fit(lengths, capacity) -> list[list[int]]:
+  """Packs items into bins, longest first, each into the first with room: item indices by bin.
+
+  lengths: one length an item and a capacity; or [items][D] and [D], its lengths in rows of D kinds,
+    longest by the last.
+  """
+  capacity = np.atleast_1d(capacity)
+  lengths = np.asarray(lengths, np.int64).reshape(-1, len(capacity))
+  bins, room = [], np.zeros(lengths.shape, np.int64)
+  for item in np.lexsort([-lengths[:, -1]]):
+    for length, most, way in zip(lengths[item], capacity, _WAYS_OUT):
+      if length > most:
+        raise ValueError(f"a rollout of {length} tokens does not fit a row of {most}; {way}")
+    fits = np.nonzero((room[: len(bins)] >= lengths[item]).all(-1))[0]
     if fits.size:
       index = int(fits[0])
     else:
       index = len(bins)
       bins.append([])
       room[index] = capacity
-    bins[index].append(item)
+    bins[index].append(int(item))
     room[index] -= lengths[item]
   return bins
+
+
+_WAYS_OUT = (
+  "raise the row length or lower --config.rollout.max_tokens",
+  "a teacher reads a whole rollout in its prompt too: raise --config.distillation.row_length",
+)
 
 
 def deal(bins: Sequence[list[int]], lengths: Sequence[int], packing: Packing) -> list[list[int]]:
@@ -106,8 +118,11 @@ def collate(
   rewards: Sequence[Sequence[float]],
   strata: Sequence[Sequence[int]],
   num_strata: int,
+  prompts: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> Batch:
   """Makes a Batch of NumPy arrays; `groups`, `rewards`, `strata` are [Q][K], all groups of size K.
+
+  prompts: [Q][K] token ids that a teacher reads in place of a rollout's own prompt.
 
   A rollout with a fault takes no tokens and is masked in every statistic. Raises ValueError for a
   ragged group, a stratum id outside [0, num_strata), a reward that is not finite or too large for
@@ -133,6 +148,10 @@ def collate(
     for i, trajectory in enumerate(flat)
     if trajectory.fault is None
   }
+  if prompts is not None:
+    flat_prompts = [prompt for group in prompts for prompt in group]
+    for i, fields in encoded.items():
+      fields["taught"], fields["moved"] = _after_prompt(flat[i], flat_prompts[i])
   rows, first_m = _pack(encoded, q, k, packing)
   names = ["token", "sampled", "logp", *(("stream", name) for name in algorithm.STREAMS)]
   fields = _fill(rows, encoded, packing, names)
@@ -155,6 +174,7 @@ def collate(
     reward_qk=given.astype(np.float32),
     stratum_qk=stratum,
     valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(q, k),
+    teacher_art=_fill_teacher(rows, encoded, packing) if prompts is not None else {},
   )
 
 
@@ -191,14 +211,27 @@ def _encode(trajectory: Trajectory, algorithm: Algorithm, reward: float) -> dict
   return {"token": token, "sampled": sampled, "logp": logp} | carried
 
 
+def _after_prompt(trajectory: Trajectory, prompt: Sequence[int]) -> tuple[list[int], int]:
+  """(the rollout's tokens after another prompt, by how many tokens they stand later there)."""
+  tokens, own = trajectory.token_ids, 0
+  for segment in trajectory.segments:
+    if segment.origin != "prompt":
+      break
+    own += len(segment.token_ids)
+  return [*prompt, *tokens[own:]], len(prompt) - own
+
+
 def _pack(encoded, questions: int, samples: int, packing: Packing):
   """(rows of rollouts, first_m): each mini-batch is packed by itself into whole micro-batches."""
   rows, first_m = [], [0]
   for m in range(packing.mini_batches):
     low, high = (n * questions // packing.mini_batches * samples for n in (m, m + 1))
     own = [i for i in encoded if low <= i < high]
-    lengths = [len(encoded[i]["token"]) for i in own]
-    packed = deal(first_fit(lengths, packing.length), lengths, packing)
+    kinds = ("token", "taught") if packing.teacher_length else ("token",)
+    lengths = [[len(encoded[i][kind]) for kind in kinds] for i in own]
+    capacity = (packing.length, packing.teacher_length)[: len(kinds)]
+    bins = first_fit(lengths, capacity) if own else []
+    packed = deal(bins, [each[-1] for each in lengths], packing)
     # An empty mini-batch keeps one empty micro-batch, whose gradient is zero.
     first_m.append(first_m[-1] + max(1, -(-len(packed) // packing.rows)))
     rows += [[own[j] for j in items] for items in packed]
@@ -228,6 +261,27 @@ def _fill(rows, encoded, packing: Packing, names: Sequence) -> dict[Any, np.ndar
       start += size
   split = (packing.micro, packing.rows, packing.length)
   return {name: array.reshape(split) for name, array in (carried | places).items()}
+
+
+def _fill_teacher(rows, encoded, packing: Packing) -> dict[str, np.ndarray]:
+  """What the teacher reads: the same rollouts in the same rows, each after its other prompt."""
+  count = packing.micro * packing.rows
+  shape, read = (count, packing.length), (count, packing.teacher_length)
+  arrays = {name: np.zeros(read, np.int32) for name in ("token", "position", "segment")}
+  arrays["at"] = np.zeros(shape, np.int32)
+  for row, items in enumerate(rows):
+    start, begin = 0, 0
+    for number, index in enumerate(items, 1):
+      own, taught, moved = (encoded[index][name] for name in ("token", "taught", "moved"))
+      at = slice(begin, begin + len(taught))
+      arrays["token"][row, at] = taught
+      arrays["position"][row, at] = np.arange(len(taught))
+      arrays["segment"][row, at] = number
+      shared = np.arange(max(0, -moved), len(own))  # a prompt's tokens are where they happen to be
+      arrays["at"][row, start + shared] = begin + shared + moved
+      start, begin = start + len(own), begin + len(taught)
+  split = lambda x: x.reshape(packing.micro, packing.rows, x.shape[-1])
+  return {name: split(array) for name, array in arrays.items()}
 
 
 def padding_share(batch: Batch) -> float:
@@ -260,7 +314,9 @@ def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, sampl
   """The shapes, dtypes and shardings of a step's batch, for compiling without one."""
   lost = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="made for its shape")
   zeros = np.zeros((questions, samples))
-  small = dataclasses.replace(packing, micro=packing.mini_batches, rows=1, length=1)
+  small = dataclasses.replace(
+    packing, micro=packing.mini_batches, rows=1, length=1, teacher_length=packing.teacher_length and 1
+  )
   made = collate(
     [[lost] * samples] * questions,
     packing=small,
@@ -268,14 +324,21 @@ def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, sampl
     rewards=zeros,
     strata=zeros,
     num_strata=1,
+    prompts=[[()] * samples] * questions if packing.teacher_length else None,
   )
-  shape = (packing.micro, packing.rows, packing.length)
+  rows = (packing.micro, packing.rows)
   full = {
     name: jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(shape if name.endswith("_art") else x.shape, x.dtype), value
+      lambda x: jax.ShapeDtypeStruct(
+        (*rows, packing.length) if name.endswith("_art") else x.shape, x.dtype
+      ),
+      value,
     )
     for name, value in made._asdict().items()
   }
+  for name, x in full["teacher_art"].items():
+    length = packing.length if name == "at" else packing.teacher_length
+    full["teacher_art"][name] = jax.ShapeDtypeStruct((*rows, length), x.dtype)
   return jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     Batch(**full),

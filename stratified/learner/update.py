@@ -21,7 +21,7 @@ from stratified.advantages import theory
 from stratified.algorithms.base import Algorithm, Loss, Outputs
 from stratified.config import setting, Settings
 from stratified.learner import state as states
-from stratified.policy import decoder, heads, log_probs, lora
+from stratified.policy import decoder, divergence, heads, log_probs, lora
 from stratified.types import Batch, TrainState
 
 
@@ -67,7 +67,10 @@ def make_update(
     `update/skipped` and state.skipped_in_a_row. stats["advantage_qk"] is [Q, K], every other entry
     a float32 scalar: the mean over the step's updates, `update/skipped` their sum.
   """
-  forward = functools.partial(_forward, model, adapter, temperature, chunk)
+  if algorithm.teacher:
+    forward = functools.partial(_compare, model, adapter, algorithm.teacher, chunk)
+  else:
+    forward = functools.partial(_forward, model, adapter, temperature, chunk)
   several = settings.epochs * settings.mini_batches > 1
 
   def step(state: TrainState, batch: Batch):
@@ -91,6 +94,7 @@ def make_update(
       first, last = (0 if settings.mini_batches == 1 else batch.first_m[m]), batch.first_m[m + 1]
       gradient, loss, means, maxima = _accumulate(loss_of, state.params, rows_at, first, last)
       state, skipped = _apply_if_finite(optimizer, state, gradient, loss)
+      state = _follow(algorithm.teacher, state)
       means["grad/norm"] = optax.global_norm(gradient)
       return state, (means, maxima, skipped)
 
@@ -142,6 +146,36 @@ def _forward(model, adapter, temperature, chunk, params, reference, micro, *, re
   if reference_logp is None and reference is not None:
     reference_logp = jax.lax.stop_gradient(log_probs_of(reference)[1])
   return Outputs(logp, entropy, reference_logp, extra)
+
+
+def _compare(model, adapter, teacher, chunk, params, reference, micro, *, reference_logp=None):
+  """Outputs with the divergence between the teacher's and the policy's next tokens alone.
+
+  The teacher reads rows of its own; its hidden states are brought to where the policy's token
+  stands, so that both lie before the same next token.
+  """
+  taught = micro.teacher_art
+  own = lora.join(adapter, reference, params) if adapter else params
+  theirs = jax.lax.stop_gradient(own if teacher.weights == "current" else reference)
+  x_teacher = decoder.hidden(
+    model, theirs, taught["token"], taught["position"], taught["segment"]
+  )
+  before = jnp.maximum(log_probs.shifted(taught["at"], -1) - 1, 0)
+  x_teacher = sharding.take_in_rows(x_teacher, before)
+  x = decoder.hidden(model, own, micro.token_art, micro.position_art, micro.segment_art)
+  between = divergence.token_divergence(
+    model, own, theirs, x, x_teacher, settings=teacher.settings, chunk=chunk
+  )
+  return Outputs(None, None, None, {}, between)
+
+
+def _follow(teacher, state: TrainState) -> TrainState:
+  """Moves a teacher's weights towards the policy's where they follow it."""
+  if not teacher or teacher.weights != "ema":
+    return state
+  keep = teacher.decay
+  mix = lambda old, new: (keep * old + (1 - keep) * new).astype(old.dtype)
+  return state._replace(reference=jax.tree.map(mix, state.reference, state.params))
 
 
 def _of_next(head_rtn):
