@@ -49,10 +49,10 @@ def settle(part: str | os.PathLike, path: str | os.PathLike) -> None:
   os.replace(part, path)
 
 
-def write_atomic(path: str | os.PathLike, text: str) -> None:
-  """Puts `text` (UTF-8) at `path` whole or not at all: readers see the old file or the new one."""
+def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
+  """Puts text (as UTF-8) or bytes at `path` whole or not at all: readers see the old file or it."""
   with replacing(path) as part:
-    part.write_text(text, encoding="utf-8", newline="\n")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: str | os.PathLike, value: Any, **options: Any) -> None:

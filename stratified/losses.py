@@ -3,9 +3,13 @@
 Pure functions of arrays of one shape, any.
 """
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
+
+from stratified.config import setting, Settings
 
 # Log-ratios are held to +-this before exp: e^20 is 5e8, far beyond any clip, and finite.
 LOG_RATIO_LIMIT = 20.0
@@ -126,3 +130,41 @@ def token_weights(stream, valid, mass, *, aggregation, tokens, trajectories, max
 
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class DivergenceSettings(Settings):
+  """Which divergence from a teacher is minimised, and how it is bounded (policy/divergence.py)."""
+
+  SECTION = "distillation"
+  divergence: str = setting(
+    "forward",
+    "forward is KL(teacher || student), reverse KL(student || teacher), or jensen_shannon",
+    choices=("forward", "reverse", "jensen_shannon"),
+    affects=["training"],
+  )
+  jensen_shannon_beta: float = setting(
+    0.5,
+    "the teacher's weight in jensen_shannon's mixture",
+    low=0.01,
+    high=0.99,
+    affects=["training"],
+  )
+  top_k: int = setting(
+    0,
+    "the teacher's likeliest tokens that count one by one, the rest as one; 0 is the vocabulary",
+    low=0,
+    affects=["training"],
+  )
+  clip_form: str = setting(
+    "entry",
+    "what the clip bounds: each entry's term, the position's sum, or its gradient (scaled)",
+    choices=("entry", "position", "scaled", "none"),
+    affects=["training"],
+  )
+  clip: float = setting(
+    0.05, "the bound, in nats; see distillation.clip_form", above=0, affects=["training"]
+  )
+  temperature: float = setting(
+    1.0, "divides the logits of teacher and student", above=0, affects=["training"]
+  )

@@ -16,9 +16,10 @@ from stratified.algorithms.base import Algorithm
 from stratified.algorithms.gigpo import Gigpo
 from stratified.algorithms.grpo import Grpo
 from stratified.algorithms.ppo import Ppo
+from stratified.algorithms.search_e1 import SearchE1
 from stratified.config import setting, Settings
 
-METHODS = {"grpo": Grpo, "ppo": Ppo, "gigpo": Gigpo}
+METHODS = {"grpo": Grpo, "ppo": Ppo, "gigpo": Gigpo, "search_e1": SearchE1}
 # Every class of settings once, in the order of the methods.
 SETTINGS = tuple(dict.fromkeys(cls for method in METHODS.values() for cls in method.SETTINGS))
 

@@ -185,6 +185,8 @@ class Stage(NamedTuple):
   algorithm: how it learns from them.
   cycle: which turn of an alternation it belongs to, from 1; 0 where there is none.
   trained: None is what the run's own settings say.
+  optimizer_of, reference_of: names of earlier stages; it goes on with the optimizer's state that the
+    one ended with, and with the other's KL reference, instead of new moments and its own start.
   """
 
   name: str
@@ -193,3 +195,5 @@ class Stage(NamedTuple):
   algorithm: Algorithm
   cycle: int = 0
   trained: Trained | None = None
+  optimizer_of: str | None = None
+  reference_of: str | None = None

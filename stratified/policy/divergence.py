@@ -29,49 +29,11 @@ import jax
 import jax.numpy as jnp
 
 from stratified import sharding
-from stratified.config import setting, Settings
+from stratified.losses import DivergenceSettings
 from stratified.policy import decoder, log_probs
 
 HEAVY = 0.1  # teacher's mass from which an entry counts in `clipped_share`
 NOTHING = -1e4  # a log-probability whose exponential is 0
-
-
-@dataclasses.dataclass(frozen=True)
-class DivergenceSettings(Settings):
-  """Which divergence the student is trained on, and how it is bounded."""
-
-  SECTION = "distillation"
-  divergence: str = setting(
-    "forward",
-    "forward is KL(teacher || student), reverse KL(student || teacher), or jensen_shannon",
-    choices=("forward", "reverse", "jensen_shannon"),
-    affects=["training"],
-  )
-  jensen_shannon_beta: float = setting(
-    0.5,
-    "the teacher's weight in jensen_shannon's mixture",
-    low=0.01,
-    high=0.99,
-    affects=["training"],
-  )
-  top_k: int = setting(
-    0,
-    "the teacher's likeliest tokens that count one by one, the rest as one; 0 is the vocabulary",
-    low=0,
-    affects=["training"],
-  )
-  clip_form: str = setting(
-    "entry",
-    "what the clip bounds: each entry's term, the position's sum, or its gradient (scaled)",
-    choices=("entry", "position", "scaled", "none"),
-    affects=["training"],
-  )
-  clip: float = setting(
-    0.05, "the bound, in nats; see distillation.clip_form", above=0, affects=["training"]
-  )
-  temperature: float = setting(
-    1.0, "divides the logits of teacher and student", above=0, affects=["training"]
-  )
 
 
 class Divergence(NamedTuple):

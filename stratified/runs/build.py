@@ -37,6 +37,20 @@ class StageParts:
   optimizer: Any
   packing: batching.Packing
   learn: update.OnMesh
+  adapter: lora.LoraConfig | None = None
+
+  @property
+  def supervised(self) -> bool:
+    """Whether it imitates the task's demonstrations, with every weight and without a reference."""
+    return self.stage.source == "demonstrations"
+
+  @property
+  def with_reference(self) -> bool:
+    """Whether its state holds frozen weights: what the KL or a teacher reads, or adapters need."""
+    teacher = self.stage.algorithm.teacher
+    if self.stage.source == "pairs":
+      return bool(self.adapter) or bool(teacher and teacher.weights != "current")
+    return not self.supervised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +116,7 @@ def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
   method = algorithm(config, assign.num_strata)
   model = dataclasses.replace(model, heads=method.HEADS)
   refusals.check_split(config, mesh, model, packing(config, mesh).rows)
-  refusals.check_adapter(config, model)
+  refusals.check_adapter(config, model, adapter(config), config.optimizer.name, "lora")
   if config.sampler.name == "sglang":
     families.check_served(model, config.rollout.max_tokens)
   return Run(
@@ -216,23 +230,47 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
   repeat = read(update.UpdateSettings, config)
   shapes, first = packing(config, mesh, mini_batches=repeat.mini_batches), 0
   for stage in refusals.checked_stages(config, method):
-    chain = optimizer(config)
-    learn = update.make_update(
-      mesh,
-      model,
-      chain,
-      stage.algorithm,
-      settings=repeat,
-      num_strata=num_strata,
-      eps=config.advantage.eps,
-      temperature=config.rollout.temperature,
-      chunk=config.policy.logit_chunk or None,
-      adapter=adapter(config),
-      host=host_parts(config),
-    )
-    found.append(StageParts(stage, first, chain, shapes, learn))
+    if stage.source == "pairs":
+      found.append(on_pairs(config, mesh, model, stage, first))
+    else:
+      chain = optimizer(config)
+      learn = update.make_update(
+        mesh,
+        model,
+        chain,
+        stage.algorithm,
+        settings=repeat,
+        num_strata=num_strata,
+        eps=config.advantage.eps,
+        temperature=config.rollout.temperature,
+        chunk=config.policy.logit_chunk or None,
+        adapter=adapter(config),
+        host=host_parts(config),
+      )
+      found.append(StageParts(stage, first, chain, shapes, learn, adapter(config)))
     first += stage.num_steps
   return tuple(found)
+
+
+def on_pairs(config, mesh, model, stage: Stage, first: int) -> StageParts:
+  """The parts of a stage on pairs of rollouts: one update a step, its own optimizer and adapters."""
+  teacher, chain = stage.algorithm.teacher, optimizers.make(**stage.trained.optimizer)
+  adapters = stage.trained.adapter and lora.LoraConfig(**stage.trained.adapter)
+  refusals.check_teacher(config, model, adapters, teacher)
+  read = teacher and (teacher.row_length or 2 * config.packing.row_length)
+  shapes = dataclasses.replace(
+    packing(config, mesh, stage.trained.rollouts), teacher_length=read or 0
+  )
+  learn = update.make_update(
+    mesh,
+    model,
+    chain,
+    stage.algorithm,
+    chunk=config.policy.logit_chunk or None,
+    adapter=adapters,
+    host=host_parts(config),
+  )
+  return StageParts(stage, first, chain, shapes, learn, adapters)
 
 
 def warm_start(config, mesh, model) -> StageParts:

@@ -42,6 +42,12 @@ def evaluate(
   return scores
 
 
+def due(config, parts, step: int) -> bool:
+  """Whether a step ends with an evaluation: its stage's last one, and every `eval.every`."""
+  last = step == parts.first + parts.stage.num_steps
+  return last or bool(config.eval.every) and step % config.eval.every == 0
+
+
 def evaluate_start(config, params, task, sampler, writer, workdir: pathlib.Path) -> None:
   """Evaluates the first policy: by its own choice, and made to search 0, 1, 2, ... times."""
   scores = evaluate(params, task, sampler, count=config.eval.questions)

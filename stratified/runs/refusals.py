@@ -69,7 +69,7 @@ def check_updates(config) -> None:
     )
 
 
-SOURCES = ("rollouts",)  # of a method's own stages; the warm start's are demonstrations
+SOURCES = ("rollouts", "pairs")  # of a method's own stages; the warm start's are demonstrations
 
 
 def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
@@ -92,13 +92,17 @@ def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
       f"{name} has stages of {', '.join(map(str, steps))} steps; each needs one at least, and they "
       f"must add up to num_steps={config.num_steps}"
     )
-  if config.lora.rank and len(found) > 1:
-    raise ValueError(
-      f"lora.rank={config.lora.rank} with the {len(found)} stages of {name} can't resume: the "
-      "frozen weights of a later stage are in no checkpoint; train every weight with "
-      "--config.lora.rank=0"
-    )
   return tuple(found)
+
+
+def check_teacher(config, model, adapters, teacher) -> None:
+  """Refuses what a distillation can't train, or its teacher can't be."""
+  check_adapter(config, model, adapters, config.distillation.optimizer, "distillation")
+  if teacher and teacher.weights == "ema" and config.policy.dtype != "float32":
+    raise ValueError(
+      f"distillation.teacher='ema' with policy.dtype={config.policy.dtype!r}: a moving average kept "
+      "in it would lose small moves; set --config.policy.dtype=float32, or a frozen teacher"
+    )
 
 
 def check_task(config, task: base.Task) -> None:
@@ -186,21 +190,25 @@ def check_split(config, mesh, model: decoder.DecoderConfig, rows: int) -> None:
   )
 
 
-def check_adapter(config, model: decoder.DecoderConfig) -> None:
-  chosen = read(lora.LoraSettings, config).adapter()
+def check_adapter(config, model: decoder.DecoderConfig, chosen, optimizer: str, at: str) -> None:
+  """Refuses adapters that can't be trained; `at` is the section that names their rank."""
   if chosen is None:
     return
-  lora.weights(model, chosen)
+  try:
+    lora.weights(model, chosen)
+  except ValueError as error:
+    raise ValueError(str(error).replace("lora.", f"{at}.")) from error
   if config.memory.reference == "host":
     raise ValueError(
-      f"memory.reference='host' must be 'device' with lora.rank={chosen.rank}: the reference is "
+      f"memory.reference='host' must be 'device' with {at}.rank={chosen.rank}: the reference is "
       "the frozen weights, which every pass computes with"
     )
-  if config.optimizer.name == "muon":
+  if optimizer == "muon":
+    section = "optimizer.name" if at == "lora" else f"{at}.optimizer"
     raise ValueError(
-      "optimizer.name='muon' makes every singular value of an update alike, which the two thin "
-      f"factors of lora.rank={chosen.rank} have no use for; train adapters with "
-      "--config.optimizer.name=adamw"
+      f"{section}='muon' makes every singular value of an update alike, which the two thin "
+      f"factors of {at}.rank={chosen.rank} have no use for; train adapters with "
+      f"--config.{section}=adamw"
     )
 
 

@@ -1,4 +1,4 @@
-"""Gives a stage its batches, from demonstrations or from rollouts, and writes its rows.
+"""Gives a stage its batches, from demonstrations, rollouts or pairs, and writes its rows.
 
 A source serves `trainer.run_stage`:
 
@@ -8,44 +8,20 @@ A source serves `trainer.run_stage`:
 """
 
 from collections.abc import Callable
-import contextlib
-import dataclasses
 import time
-from typing import Any
 
 import numpy as np
 
+from stratified.algorithms import guide
+from stratified.config import read
 from stratified.evaluation import score as scoring
 from stratified.learner import batching
 from stratified.runs import build, held_out
+from stratified.runs.pairs import Pairs
 from stratified.runs.rollouts import Rollouts
-from stratified.runs.stop import OutsideFailed
-from stratified.runs.writer import trajectory_records, Writer
-from stratified.types import Batch, TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Surroundings:
-  """What all stages of a run share: its parts, training's sampler and the judge's, the writer."""
-
-  run: build.Run
-  workdir: Any
-  sampler: Any
-  judge: Any
-  writer: Writer
-
-
-@contextlib.contextmanager
-def blame(field: str, name: str):
-  """Turns what a function of one's own raises into a sentence that names its field."""
-  try:
-    yield
-  except Exception as error:
-    text = " ".join(str(error).split())
-    raise OutsideFailed(
-      f"{field}={name!r} failed on a rollout with {type(error).__name__}: {text}; mend it, and the "
-      "same command goes on from the last step"
-    ) from error
+from stratified.runs.surroundings import blame, evaluate, evaluate_first, row_of, Surroundings
+from stratified.runs.writer import trajectory_records
+from stratified.types import Batch, TrainState, Trajectory
 
 
 class Demonstrations:
@@ -54,14 +30,33 @@ class Demonstrations:
   label, rate = "warm-start steps", "warm_start.learning_rate"
 
   def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
-    self._parts, self._writer = parts, around.writer
+    self._parts, self._writer, self._task = parts, around.writer, around.run.task
     self._demonstrations = around.run.task.demonstrations
+    self._guide, self._seed = read(guide.GuideSettings, around.run.config), around.run.config.seed
 
   def start(self, state: TrainState) -> bool:
     return False
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
-    return demonstration_batch(self._demonstrations(step), self._parts), {}
+    return demonstration_batch(self._guided(step), self._parts), {}
+
+  def _guided(self, step: int) -> list[list[Trajectory]]:
+    """A step's demonstrations, a share of them after a prompt that shows them already."""
+    groups, settings = self._demonstrations(step), self._guide
+    if not settings.share:
+      return groups
+    task, chance = self._task, np.random.default_rng([self._seed, step])
+    write = lambda t: guide.guided(
+      t,
+      settings,
+      write=task.protocol.prompt,
+      encode=task.tokenizer.encode,
+      decode=task.tokenizer.decode,
+      eos_id=task.tokenizer.eos_id,
+    )
+    return [
+      [write(t) if chance.random() < settings.share else t for t in group] for group in groups
+    ]
 
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
     loss = float(stats["warm_start/loss"])
@@ -132,7 +127,7 @@ class Reinforcement:
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
     config, writer, now = self._around.run.config, self._around.writer, time.perf_counter()
     advantage = np.asarray(stats.pop("advantage_qk"))
-    row = {"step": step, "stage": self._parts.stage.name} | row
+    row = row_of(self._parts.stage, step) | row
     row |= {name: float(value) for name, value in stats.items()}
     row |= {
       "update/tokens_per_second": batching.num_tokens(batch) / row["time/update_s"],
@@ -149,20 +144,14 @@ class Reinforcement:
         groups, task.tokenizer.decode, reward, strata, advantage, task.tool_names
       )
       writer.write_trajectories(step, records)
-    if step == config.num_steps or config.eval.every and step % config.eval.every == 0:
+    if held_out.due(config, self._parts, step):
       self._rollouts.settle()
-      self._evaluate(held_out.evaluate_at, state, step)
+      evaluate(self._around, self._policy(state), step)
     return f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}"
 
   def start(self, state: TrainState) -> bool:
     """Evaluates the policy that the run begins with; that takes long enough to be kept."""
-    if not self._parts.first:
-      self._evaluate(held_out.evaluate_start, state)
-    return True
-
-  def _evaluate(self, evaluate: Callable, state: TrainState, *step: int) -> None:
-    run, a = self._around.run, self._around
-    evaluate(run.config, self._policy(state), run.task, a.judge, a.writer, a.workdir, *step)
+    return evaluate_first(self._around, self._parts, self._policy(state))
 
   def __enter__(self) -> "Reinforcement":
     self._rollouts.__enter__()
@@ -172,4 +161,4 @@ class Reinforcement:
     self._rollouts.__exit__(*error)
 
 
-SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement}
+SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement, "pairs": Pairs}

@@ -18,6 +18,10 @@ class Unusable(RuntimeError):
   """A workdir that can't be gone on from; the sentence names what is damaged and the way out."""
 
 
+class Stopped(Exception):
+  """Work between two steps was given up because the run was asked to stop."""
+
+
 class Stop:
   """Listens: `asked` at Ctrl-C or SIGTERM, `interrupted` at Ctrl-C; a second one ends at once."""
 

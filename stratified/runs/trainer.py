@@ -15,9 +15,10 @@ from stratified.learner import batching, processes
 from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, samplers, stages
-from stratified.runs.checkpoint import Checkpointer
-from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
-from stratified.runs.weights import Weights
+from stratified.runs.checkpoint import Checkpointer, restore_part
+from stratified.runs.surroundings import Surroundings
+from stratified.runs.stop import Diverged, OutsideFailed, Stop, Stopped, Unusable
+from stratified.runs.weights import folder_of, of_stage, Weights
 from stratified.runs.writer import Writer
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.types import TrainState
@@ -28,9 +29,10 @@ MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a 
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-  """A stage where it is trained: its parts, the forms of its state, its checkpoints."""
+  """A stage where it is trained: its parts, the forms of its state, its checkpoints in a folder."""
 
   parts: build.StageParts
+  folder: pathlib.Path
   weights: Weights
   saved: Checkpointer
 
@@ -51,7 +53,7 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
       samplers.samplers(run.config, run.mesh, run.model, run.task.tokenizer)
     )
     seats = [stack.enter_context(seat_of(run, parts, workdir)) for parts in run.stages]
-    number, restored = newest(seats, workdir)
+    number, restored = newest(seats)
     resumed = restored if seats[number].parts.stage.source != "demonstrations" else None
     warm = seats[0] if seats[0].parts.stage.source == "demonstrations" else None
     try:
@@ -63,36 +65,59 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
       )
     except ValueError as error:  # a damaged line, by its number
       raise Unusable(f"{error}") from error
-    around = stages.Surroundings(run, workdir, sampler, judge, stack.enter_context(writer))
+    around = Surroundings(run, workdir, sampler, judge, stack.enter_context(writer), stop)
     params = (
       None
       if restored
       else build.initial_params(run.config, run.model, run.mesh, dtype=seats[0].weights.start_dtype)
     )
     for seat in seats[number:]:
-      params = run_stage(seat, around, restored, params, stop)
-      restored = None
+      fresh = restored is None
+      state, step = (begin(seat, seats, params), 0) if fresh else restored
+      params = restored = None  # the state has taken them over
+      state = run_stage(seat, around, state, step, stop, fresh=fresh)
       if stop.asked:
         return
+      params, state = seat.weights.policy(state), None
 
 
 @contextlib.contextmanager
 def seat_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
-  """Opens the seat of a stage; the last one's checkpoints are the run's own."""
-  last, imitates = parts is run.last, parts.stage.source == "demonstrations"
-  weights = Weights(run.config, run.mesh, run.model, parts.optimizer, plain=imitates)
-  folder = workdir if last else workdir / parts.stage.name
-  every = run.config.checkpoint.every if last else EARLIER_EVERY
+  """Opens the seat of a stage."""
+  weights, folder = of_stage(run, parts, workdir), folder_of(run, parts, workdir)
+  every = EARLIER_EVERY if parts.supervised else run.config.checkpoint.every
   with Checkpointer(folder, every) as saved:
-    yield Seat(parts, weights, saved)
+    yield Seat(parts, folder, weights, saved)
 
 
-def newest(seats: list[Seat], workdir: pathlib.Path) -> tuple[int, tuple[TrainState, int] | None]:
+def begin(seat: Seat, seats: list[Seat], params) -> TrainState:
+  """Makes the state that a stage begins with, from the policy that the stage before ended with."""
+  stage = seat.parts.stage
+  kept = {"opt_state": stage.optimizer_of, "reference": stage.reference_of}
+  return seat.weights.begin(
+    params, **{part: ended(seats, name, part) for part, name in kept.items() if name}
+  )
+
+
+def ended(seats: list[Seat], name: str, part: str):
+  """Reads a part of the state that an earlier stage ended with from its last checkpoint."""
+  seat = next(seat for seat in seats if seat.parts.stage.name == name)
+  whole = seat.weights.abstract()
+  found = restore_part(seat.folder, {part: getattr(whole, part)}, seat.parts.stage.num_steps)
+  if found is None:
+    raise Unusable(
+      f"{seat.folder} holds no checkpoint any more, of which a later stage needs the {part}; bring "
+      "it back, or train in a new workdir"
+    )
+  return found[0][part]
+
+
+def newest(seats: list[Seat]) -> tuple[int, tuple[TrainState, int] | None]:
   """Finds the stage to go on with: (its number, its (state, step) or None at the very start)."""
   for number, seat in reversed(list(enumerate(seats))):
     try:
       found = seat.saved.restore_latest(seat.weights.abstract())
-      restored = seat.weights.resume(found, workdir)
+      restored = seat.weights.resume(found)
     except ValueError as error:  # it names what is damaged or differs, and the way out
       raise Unusable(f"{error}") from error
     if restored:
@@ -100,17 +125,18 @@ def newest(seats: list[Seat], workdir: pathlib.Path) -> tuple[int, tuple[TrainSt
   return 0, None
 
 
-def run_stage(seat: Seat, around, restored, params, stop: Stop):
-  """Trains one stage, restored or begun from `params`; returns the parameters it ends with."""
+def run_stage(
+  seat: Seat, around, state: TrainState, step: int, stop: Stop, *, fresh: bool
+) -> TrainState:
+  """Trains one stage from a step on, `fresh` where it only begins; returns the state at its end."""
   stage, weights, first = seat.parts.stage, seat.weights, seat.parts.first
-  state, step = restored or (weights.begin(params), 0)
-  if restored and step:
+  if step:
     say(f"going on from step {step} of {stage.num_steps} ({stage.name})")
   with (
     stages.SOURCES[stage.source](seat.parts, around, weights.policy) as source,
     Progress(stage.num_steps, source.label, done=step, active=processes.is_first()) as progress,
   ):
-    if not restored and source.start(state):
+    if fresh and source.start(state):
       seat.save(0, state, force=True)
     while step < stage.num_steps and not stop.agreed():
       try:
@@ -118,6 +144,8 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
       except (RetrieverDown, SamplerError, OutsideFailed):
         seat.save(step, state, force=True)
         raise
+      except Stopped:
+        break
       placed, start = batching.place(around.run.mesh, batch), time.perf_counter()
       state, stats = jax.block_until_ready(seat.parts.learn(state, placed))
       row["time/update_s"], step = time.perf_counter() - start, step + 1
@@ -137,7 +165,7 @@ def run_stage(seat: Seat, around, restored, params, stop: Stop):
   if stop.asked:
     where = f"step {step} of {stage.num_steps} ({stage.name})"
     say(f"stopped at {where} and saved; the same command goes on")
-  return weights.policy(state)
+  return state
 
 
 def say(text: str) -> None:

@@ -1,9 +1,11 @@
-"""Holds what of the policy a run trains and keeps: every weight, or adapters beside frozen ones.
+"""Holds what of the policy a stage trains and keeps: every weight, or adapters beside frozen ones.
 
-Frozen weights are in no checkpoint. They are read again where they came from (the model directory,
-the warm start's last checkpoint, the seed), and refused if they are not those beside which the
-adapters were trained.
+Frozen weights are in no checkpoint. They are read again where they came from (the last checkpoint
+of the stage before, or the model directory, or the seed), and refused if they are not those beside
+which the adapters were trained.
 """
+
+from collections.abc import Callable
 
 import dataclasses
 import functools
@@ -21,21 +23,28 @@ from stratified.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """A run's state in three forms: in training, in a checkpoint, as the decoder that samples."""
+  """A stage's state in three forms: in training, in a checkpoint, as the decoder that samples.
+
+  before: reads the policy that the stage before ended with again; None for the first stage.
+  """
 
   config: Any
   mesh: Any
   model: decoder.DecoderConfig
-  optimizer: Any
-  plain: bool = False  # every weight is trained, and nothing is a reference: a supervised stage
+  parts: build.StageParts
+  before: Callable[[], decoder.Params] | None = None
 
   @property
   def adapter(self) -> lora.LoraConfig | None:
-    return None if self.plain else build.adapter(self.config)
+    return self.parts.adapter
+
+  @property
+  def optimizer(self):
+    return self.parts.optimizer
 
   @property
   def host(self) -> tuple[str, ...]:
-    return () if self.plain else build.host_parts(self.config)
+    return () if self.parts.supervised else build.host_parts(self.config)
 
   @property
   def start_dtype(self) -> str | dict[str, str]:
@@ -44,27 +53,33 @@ class Weights:
       return "float32"
     return {name: decoder.seen_dtype(self.model, name) for name in decoder.weights(self.model)}
 
-  def begin(self, params) -> TrainState:
-    """Makes the state at step 0 from `params`, which it takes over."""
+  def begin(self, params, opt_state=None, reference=None) -> TrainState:
+    """Makes the state at step 0 from `params`, which it takes over.
+
+    opt_state, reference: of an earlier stage, in place of new ones.
+    """
     if self.adapter:
       params = {name: value.astype(self.start_dtype[name]) for name, value in params.items()}
-    return states.init_state(
+    state = states.init_state(
       self.mesh,
       self.model,
       params,
       self.optimizer,
-      with_reference=not self.plain,
+      with_reference=self.parts.with_reference and reference is None,
       adapter=self.adapter,
       seed=self.config.seed,
       host=self.host,
     )
+    if opt_state is not None:
+      state = state._replace(opt_state=opt_state)
+    return state if reference is None else state._replace(reference=reference)
 
   def abstract(self) -> TrainState:
     return states.abstract_state(
       self.mesh,
       self.model,
       self.optimizer,
-      with_reference=not self.plain,
+      with_reference=self.parts.with_reference,
       adapter=self.adapter,
       host=self.host,
     )
@@ -73,14 +88,12 @@ class Weights:
     """The state as a checkpoint keeps it: frozen weights are a fingerprint."""
     return state._replace(reference=lora.fingerprint(state.reference)) if self.adapter else state
 
-  def resume(
-    self, restored: tuple[TrainState, int] | None, workdir: pathlib.Path
-  ) -> tuple[TrainState, int] | None:
+  def resume(self, restored: tuple[TrainState, int] | None) -> tuple[TrainState, int] | None:
     """Prepares a restored checkpoint for training; ValueError where frozen weights have changed."""
     if restored is None or not self.adapter:
       return restored
     state, step = restored
-    return state._replace(reference=self._frozen(workdir, state.reference)), step
+    return state._replace(reference=self._frozen(state.reference)), step
 
   def policy(self, state: TrainState) -> decoder.Params:
     """The decoder's own weights as they stand, adapters merged in."""
@@ -110,33 +123,18 @@ class Weights:
       return None
     parts, step = found
     return (
-      self._frozen(workdir, parts["reference"]) if self.adapter else None,
+      self._frozen(parts["reference"]) if self.adapter else None,
       parts["params"],
       step,
     )
 
-  def _frozen(self, workdir, fingerprint) -> decoder.Params:
+  def _frozen(self, fingerprint) -> decoder.Params:
     """The frozen weights, read again and checked."""
-    c, source = (
-      self.config,
-      self.config.policy.checkpoint or f"the policy made from seed={self.config.seed}",
-    )
-    if c.warm_start.num_steps:
-      source = f"{pathlib.Path(workdir) / 'warm_start'}"
-      wanted = {
-        "params": states.abstract_state(
-          self.mesh, self.model, self.optimizer, with_reference=False
-        ).params
-      }
-      found = checkpoint.restore_part(source, wanted, c.warm_start.num_steps)
-      if found is None:
-        raise ValueError(
-          f"{source} holds no checkpoint any more, and with it the frozen weights of these "
-          "adapters are "
-          "gone; bring it back, or train in a new workdir"
-        )
-      params = found[0]["params"]
+    c = self.config
+    if self.before:
+      params, source = self.before()
     else:
+      source = c.policy.checkpoint or f"the policy made from seed={c.seed}"
       params = build.initial_params(c, self.model, self.mesh, dtype=self.start_dtype)
     axes = decoder.logical_axes(self.model)
     params = {
@@ -155,3 +153,29 @@ class Weights:
 
 
 _merge = functools.partial(jax.jit, static_argnums=(0, 1))(lora.merge)
+
+
+def of_stage(run: build.Run, parts: build.StageParts, workdir: pathlib.Path | None) -> Weights:
+  """The weights of a stage of the run in `workdir`; None for one without checkpoints."""
+  number = run.stages.index(parts)
+  before = None
+  if number and workdir is not None:
+    before = functools.partial(_at_end_of, run, run.stages[number - 1], workdir)
+  return Weights(run.config, run.mesh, run.model, parts, before)
+
+
+def folder_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path) -> pathlib.Path:
+  """Where a stage's checkpoints lie; the last one's are the run's own."""
+  return workdir if parts is run.last else workdir / parts.stage.name
+
+
+def _at_end_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
+  """(policy, folder) that a stage ended with; ValueError where its checkpoint is gone."""
+  folder = folder_of(run, parts, workdir)
+  found = of_stage(run, parts, workdir).restore_policy(folder, parts.stage.num_steps)
+  if found is None:
+    raise ValueError(
+      f"{folder} holds no checkpoint any more, and with it the frozen weights of these adapters are "
+      "gone; bring it back, or train in a new workdir"
+    )
+  return found[0], f"{folder}"

@@ -1,0 +1,225 @@
+"""Mines pairs of the policy's own rollouts at the start of a stage, and gives their batches.
+
+    workdir/pairs/cycle_C.jsonl       a first line with counts and hashes, then a pair a line, to read
+    workdir/pairs/cycle_C.rollouts    the same pairs as rollouts, compressed JSON, to train on
+
+The rollouts are made once, by the policy that the stage begins with; a run that goes on within the
+stage reads the files again and refuses those of other weights.
+"""
+
+from collections.abc import Callable
+import functools
+import hashlib
+import json
+import pathlib
+import time
+
+import jax
+import numpy as np
+
+from stratified import files
+from stratified.algorithms import guide, pairs
+from stratified.algorithms.search_e1 import Student
+from stratified.learner import batching, processes
+from stratified.policy import lora
+from stratified.progress import Progress
+from stratified.runs import build, held_out, rollouts
+from stratified.runs.stop import Stopped, Unusable
+from stratified.runs.surroundings import blame, evaluate, evaluate_first, row_of, Surroundings
+from stratified.types import Batch, Question, TrainState, Trajectory
+
+# Beyond every step of training: rollouts for pairs draw with random keys of their own.
+FIRST_KEY = 500_000_000
+LOST = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="no pair was found")
+
+
+class Pairs:
+  """Pairs of the policy's own rollouts; a step takes the next of them, shuffled anew each pass."""
+
+  label, rate = "distillation steps", "distillation.learning_rate"
+
+  def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
+    self._parts, self._around, self._policy = parts, around, policy
+    self._algorithm = parts.stage.algorithm
+    self._mined: pairs.Mined | None = None
+
+  def start(self, state: TrainState) -> bool:
+    return evaluate_first(self._around, self._parts, self._policy(state))
+
+  def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
+    """Takes a step's batch; before the first, mines. Raises Stopped where asked to meanwhile."""
+    if self._mined is None:
+      self._mined = self._read_or_mine(step, state)
+    chosen = self._chosen(step - self._parts.first)
+    return self._batch(chosen), dict(self._mined.stats)
+
+  def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
+    stats.pop("advantage_qk")
+    row = row_of(self._parts.stage, step) | row
+    row |= {name: float(value) for name, value in stats.items()}
+    row |= {
+      "update/tokens_per_second": batching.num_tokens(batch) / row["time/update_s"],
+      "update/padding_share": batching.padding_share(batch),
+    }
+    self._around.writer.write(row)
+    if held_out.due(self._around.run.config, self._parts, step):
+      evaluate(self._around, self._policy(state), step)
+    return f"loss {row['distillation/loss']:.4f}, {row['pairs/count']:.0f} pairs"
+
+  def __enter__(self) -> "Pairs":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    pass
+
+  ###  Batches  ###
+
+  def _chosen(self, number: int) -> list[pairs.Pair]:
+    """The pairs of a step of this stage: each pass over all of them in an order of its own."""
+    found, count = self._mined.pairs, self._parts.stage.trained.rollouts
+    if not found:
+      return []
+    seed = self._around.run.config.seed
+    order = lambda epoch: np.random.default_rng([seed, self._parts.stage.cycle, epoch]).permutation(
+      len(found)
+    )
+    first = number * count
+    epochs = range(first // len(found), (first + count - 1) // len(found) + 1)
+    indices = np.concatenate([order(epoch) for epoch in epochs])
+    first -= epochs[0] * len(found)
+    return [found[i] for i in indices[first : first + count]]
+
+  def _batch(self, chosen: list[pairs.Pair]) -> Batch:
+    """The pairs as a batch [n][1]; without any pair, of lost rollouts that change nothing."""
+    count, teacher = self._parts.stage.trained.rollouts, self._algorithm.teacher
+    trained = [pair.student if teacher else pair.reference for pair in chosen]
+    groups = [[self._weighted(trajectory)] for trajectory in trained]
+    prompts = [[self._prompt(pair)] for pair in chosen]
+    if not chosen:
+      groups, prompts = [[LOST]] * count, [[()]] * count
+    zeros = np.zeros((count, 1), np.int32)
+    return batching.collate(
+      groups,
+      packing=self._parts.packing,
+      algorithm=self._algorithm,
+      rewards=zeros,
+      strata=zeros,
+      num_strata=1,
+      prompts=prompts if teacher else None,
+    )
+
+  def _weighted(self, trajectory) -> Student:
+    decode = self._around.run.task.tokenizer.decode
+    weights = guide.weights(trajectory, self._algorithm.settings.span, decode)
+    fields = {name: getattr(trajectory, name) for name in trajectory.__dataclass_fields__}
+    return Student(**fields, weights=weights)
+
+  def _prompt(self, pair: pairs.Pair) -> tuple[int, ...]:
+    task = self._around.run.task
+    return guide.prompt(
+      pair.student.question,
+      pair.reference,
+      self._algorithm.guide,
+      write=task.protocol.prompt,
+      encode=task.tokenizer.encode,
+      decode=task.tokenizer.decode,
+      eos_id=task.tokenizer.eos_id,
+    )
+
+  ###  Mining  ###
+
+  def _read_or_mine(self, step: int, state: TrainState) -> pairs.Mined:
+    path = self._around.workdir / "pairs" / f"cycle_{self._parts.stage.cycle}.jsonl"
+    if step > self._parts.first:
+      return read(path, None)
+    policy = self._policy(state)
+    made_by = hash_of(policy)
+    if path.exists():
+      return read(path, made_by)
+    mined = self._mine(policy)
+    decode = self._around.run.task.tokenizer.decode
+    processes.first_then_all(lambda: write(path, mined, decode, made_by), f"{path}")
+    return mined
+
+  def _mine(self, policy) -> pairs.Mined:
+    """Rolls out training questions with the policy, rewards them, and picks the pairs."""
+    run, settings = self._around.run, self._algorithm.pairs
+    config, task, sampler = run.config, run.task, self._around.sampler
+    sampler.load(policy, self._parts.first)
+    groups, each = [], config.data.questions_per_step
+    samples = settings.samples_per_question or config.rollout.samples_per_question
+    with Progress(
+      settings.num_questions, "questions for pairs", active=processes.is_first()
+    ) as progress:
+      while len(groups) < settings.num_questions:
+        if self._around.stop.agreed():
+          raise Stopped
+        step = self._parts.first + len(groups) // each
+        asked = task.questions_at(step)[: settings.num_questions - len(groups)]
+        groups += rollouts.collect(
+          task,
+          asked,
+          sampler=sampler,
+          tools=task.tools,
+          limits=task.limits,
+          step=FIRST_KEY + step,
+          weight_version=self._parts.first,
+          samples_per_question=samples,
+        )
+        progress.update(len(asked))
+    if config.sampler.release:
+      sampler.release()
+    with blame("reward.name", config.reward.name):
+      rewards = [[0.0 if t.fault else run.reward(t).total for t in group] for group in groups]
+    return pairs.mine(groups, rewards, settings, seed=config.seed)
+
+
+###  Files  ###
+
+
+def hash_of(policy) -> str:
+  """A short name of weights, the same on any mesh."""
+  return hashlib.sha256(np.asarray(lora.fingerprint(policy)).tobytes()).hexdigest()[:16]
+
+
+def write(path: pathlib.Path, mined: pairs.Mined, decode: Callable, made_by: str) -> None:
+  """Writes the pairs to read and to train on; the file to read last, as its hashes name both."""
+  data = processes.encoded([[pair.reference, pair.student] for pair in mined.pairs])
+  path.parent.mkdir(parents=True, exist_ok=True)
+  files.write_atomic(path.with_suffix(".rollouts"), data)
+  head = {
+    "pairs": len(mined.pairs),
+    "weights": made_by,
+    "rollouts": hashlib.sha256(data).hexdigest(),
+    "rewards": [list(pair.rewards) for pair in mined.pairs],
+    "distances": [list(pair.distance) for pair in mined.pairs],
+    "stats": mined.stats,
+  }
+  lines = [head, *pairs.records(mined.pairs, decode, made_by)]
+  files.write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def read(path: pathlib.Path, made_by: str | None) -> pairs.Mined:
+  """Reads pairs again. Raises Unusable where they are gone, damaged, or of other weights."""
+  way_out = "bring it back, or train in a new workdir"
+  try:
+    with open(path, encoding="utf-8") as file:
+      head = json.loads(file.readline())
+    data = path.with_suffix(".rollouts").read_bytes()
+    if hashlib.sha256(data).hexdigest() != head["rollouts"]:
+      raise ValueError("the rollouts beside it are not those that it names")
+    found = [
+      pairs.Pair(reference, student, tuple(rewards), tuple(distance))
+      for (reference, student), rewards, distance in zip(
+        processes.decoded(data), head["rewards"], head["distances"], strict=True
+      )
+    ]
+    stats, weights = head["stats"], head["weights"]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise Unusable(f"the pairs of this stage, {path}, can't be read ({error}); {way_out}") from error
+  if made_by not in (None, weights):
+    raise Unusable(
+      f"{path} holds pairs of the weights {weights}, while this stage begins with {made_by}; remove "
+      "it, and they are made again"
+    )
+  return pairs.Mined(found, stats)

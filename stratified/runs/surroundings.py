@@ -1,0 +1,56 @@
+"""Holds what all stages of a run share, and what each does at its steps: rows, evaluations, blame."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from stratified.runs import build, held_out
+from stratified.runs.stop import OutsideFailed, Stop
+from stratified.runs.writer import Writer
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+  """What all stages of a run share: its parts, training's sampler and the judge's, the writer."""
+
+  run: build.Run
+  workdir: Any
+  sampler: Any
+  judge: Any
+  writer: Writer
+  stop: Stop
+
+
+@contextlib.contextmanager
+def blame(field: str, name: str):
+  """Turns what a function of one's own raises into a sentence that names its field."""
+  try:
+    yield
+  except Exception as error:
+    text = " ".join(str(error).split())
+    raise OutsideFailed(
+      f"{field}={name!r} failed on a rollout with {type(error).__name__}: {text}; mend it, and the "
+      "same command goes on from the last step"
+    ) from error
+
+
+def row_of(stage, step: int) -> dict[str, Any]:
+  """What a step's row says of where in the run it stands."""
+  row = {"step": step, "stage": stage.name}
+  if stage.cycle:
+    row |= {"cycle": stage.cycle, "phase": stage.name.removesuffix(f"_{stage.cycle}")}
+  return row
+
+
+def evaluate(around: Surroundings, policy, step: int) -> None:
+  """Evaluates the policy after a step."""
+  a = around
+  held_out.evaluate_at(a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir, step)
+
+
+def evaluate_first(around: Surroundings, parts: build.StageParts, policy) -> bool:
+  """Evaluates the policy that a run begins with; says whether so much was done that it is kept."""
+  a = around
+  if not parts.first:
+    held_out.evaluate_start(a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir)
+  return not parts.first
