@@ -17,6 +17,8 @@ REQUIREMENTS ?= requirements.txt
 CONFIG ?= configs/search_r1.py:tiny
 WORKDIR ?= runs/tiny
 ARGS ?=
+# Processes that the tests are dealt to, file by file.
+WORKERS ?= 2
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 
 # What was installed for which requirements, with exact versions. An installation cut short leaves no such file.
@@ -32,7 +34,7 @@ train: $(DONE)
 	.venv/bin/python experiments/train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: lint
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(TEST_DONE)
 	.venv/bin/ruff format --check .

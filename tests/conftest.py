@@ -1,7 +1,12 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and in which order the files run."""
 
+import os
 import sys
 import types
+
+import cpu_devices
+
+os.environ.setdefault("XLA_FLAGS", cpu_devices.COMPILE_QUICKLY)  # before anything imports jax
 
 from absl import (
   flags,
@@ -17,6 +22,15 @@ from stratified import sharding
 def mesh():
   """A mesh of one device, whatever the machine has."""
   return sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+
+
+# The files that take longest come first, so that workers side by side end at about the same time.
+LONGEST = ("sharding", "train", "processes", "retriever_faults", "update", "examples", "weights")
+
+
+def pytest_collection_modifyitems(items):
+  order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 FLAGS_OF = {}  # (program's module, flag's name) -> flag

@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import cpu_devices
+
+os.environ["XLA_FLAGS"] = cpu_devices.flags(4)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import cpu_devices
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -414,7 +415,7 @@ print(json.dumps(report))
 def test_sharded_questions_equal_one_device_without_a_collective():
   environment = dict(
     os.environ,
-    XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    XLA_FLAGS=cpu_devices.flags(8),
     JAX_PLATFORMS="cpu",
     PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path]),
   )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import cpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,10 +168,7 @@ print("all three")
 
 
 def test_a_checkpoint_moves_between_meshes_bit_for_bit(tmp_path):
-  environment = os.environ | {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "JAX_PLATFORMS": "cpu",
-  }
+  environment = os.environ | {"XLA_FLAGS": cpu_devices.flags(8), "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
     [sys.executable, "-c", MESHES, str(tmp_path), str(pathlib.Path(__file__).parent)],
     env=environment,

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import cpu_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
@@ -205,10 +206,7 @@ def test_split_over_eight_devices_equals_one(bert):
     "print(sorted(word for word in ('all-gather', 'all-reduce', 'all-to-all', 'collective') if "
     "word in text))\n"
   )
-  environment = os.environ | {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "JAX_PLATFORMS": "cpu",
-  }
+  environment = os.environ | {"XLA_FLAGS": cpu_devices.flags(8), "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
     [sys.executable, "-c", program, str(directory)],
     capture_output=True,

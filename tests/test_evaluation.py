@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import cpu_devices
 import pytest
 from test_loop import Completion, Tokenizer
 
@@ -412,7 +413,7 @@ def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_pat
     cwd=ROOT,
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
-    env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+    env=os.environ | {"XLA_FLAGS": cpu_devices.flags(1)},
   )
   try:
     deadline = time.monotonic() + 300

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tracemalloc
 
+import cpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -340,7 +341,7 @@ def test_weights_load_onto_a_mesh_of_eight_devices_and_are_saved_from_it(tmp_pat
   config = hugging_face.load_config(small_models.directory("llama3"))
   config = dataclasses.replace(config, vocab_size=96)
   hugging_face.save(directory, config, random_params(config))
-  flags = "--xla_force_host_platform_device_count=8"
+  flags = cpu_devices.flags(8)
   subprocess.run(
     [sys.executable, "-c", ON_A_MESH, directory, tmp_path / "out"],
     check=True,

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 
+import cpu_devices
 import pytest
 from small_rollouts import random_groups, trajectory
 from test_train import command, ROOT, rows, SETTINGS
@@ -28,11 +29,8 @@ RUN = SETTINGS | {
 }
 
 
-def environment(devices):
-  return os.environ | {
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    "JAX_PLATFORMS": "cpu",
-  }
+def environment(count):
+  return os.environ | {"XLA_FLAGS": cpu_devices.flags(count), "JAX_PLATFORMS": "cpu"}
 
 
 def free_port() -> int:
