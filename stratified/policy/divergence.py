@@ -43,8 +43,8 @@ class Divergence(NamedTuple):
   clipped_share: of the entries with a teacher mass above 0.1, the share that is clipped; 0 where
     there are none. `position` and `scaled` clip all entries of a position or none.
   kept_mass: the teacher's mass on entries below the clip; `scaled`: the gradient's factor.
-  reversed: 1 where the teacher's likeliest token is less likely for the student and descent lowers
-    it still, else 0.
+  reversed: 1 where the teacher's likeliest token (of equal ones, any) is less likely for the
+    student and descent lowers it still, else 0.
   """
 
   loss: Any
