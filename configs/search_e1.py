@@ -11,41 +11,42 @@ from configs import search_r1
 from stratified.runs import settings
 
 # The paper's reinforcement: GRPO, 5 rollouts of a question, 4 searches at most.
-METHOD = {
-  "algorithm.name": "search_e1",
-  "advantage.name": "gn",
-}
+METHOD = {"algorithm.name": "search_e1", "advantage.name": "gn"}
 
 # A small policy has never read an example in its prompt: a part of its warm start teaches it to.
-TINY = search_r1.TINY | METHOD | {
-  "num_steps": 300,
-  "search_e1.distillation_steps": 50,
-  "guide.before": " [ ",
-  "guide.after": " ] ",
-  "guide.share": 0.3,
-  "packing.row_length": 384,
-  "packing.rows": 4,
-  "distillation.rank": 0,
-  "distillation.optimizer": "muon",
-  "distillation.learning_rate": 1e-4,
-  "distillation.clip_norm": 1.0,
-  "distillation.row_length": 448,
-  "pairs.num_questions": 256,
-}
+TINY = (
+  search_r1.TINY
+  | METHOD
+  | {
+    "num_steps": 300,
+    "search_e1.distillation_steps": 50,
+    "guide.before": " [ ",
+    "guide.after": " ] ",
+    "guide.share": 0.3,
+    "packing.row_length": 384,
+    "packing.rows": 4,
+    "distillation.rank": 0,
+    "distillation.optimizer": "muon",
+    "distillation.learning_rate": 1e-4,
+    "distillation.clip_norm": 1.0,
+    "distillation.row_length": 448,
+    "pairs.num_questions": 256,
+  }
+)
 
-SMOLLM2 = search_r1.SMOLLM2 | METHOD | {
-  "num_steps": 2,
-  "search_e1.cycles": 1,
-  "search_e1.distillation_steps": 1,
-  "pairs.num_questions": 8,
-  "distillation.pairs_per_step": 2,
-}
+SMOLLM2 = (
+  search_r1.SMOLLM2
+  | METHOD
+  | {
+    "num_steps": 2,
+    "search_e1.cycles": 1,
+    "search_e1.distillation_steps": 1,
+    "pairs.num_questions": 8,
+    "distillation.pairs_per_step": 2,
+  }
+)
 
-LARGE = {
-  "num_steps": 600,
-  "rollout.samples_per_question": 5,
-  "rollout.max_turns": 4,
-}
+LARGE = {"num_steps": 600, "rollout.samples_per_question": 5, "rollout.max_turns": 4}
 
 BASE = search_r1.BASE | METHOD | LARGE
 INSTRUCT = search_r1.INSTRUCT | METHOD | LARGE | {"advantage.name": "gn"}

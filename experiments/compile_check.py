@@ -117,25 +117,40 @@ def main(_) -> None:
     if _LAYERS.value:
       model = dataclasses.replace(model, num_layers=_LAYERS.value)
     run = build.assemble(config, build.mesh_of(config, devices), model)
-    plan = compiled.Plan(run, device, _TOKENS.value)
+    plans = [compiled.Plan(run, device, _TOKENS.value, parts) for parts in kinds(run)]
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   if _LAYERS.value:
-    compiled.compile_update(plan)
+    for plan in plans:
+      compiled.compile_update(plan)
     print(
       f"{_TOPOLOGY.value}: the update of {_LAYERS.value} layers compiled in "
       f"{time.perf_counter() - start:.1f} s"
     )
     return
-  figures = compiled.figures(plan)
-  print(compiled.text(_TOPOLOGY.value, plan, figures, _MARGIN.value))
-  print(f"\ncompiled in {time.perf_counter() - start:.0f} s with jax {jax.__version__}")
+  found = []
+  for plan in plans:
+    found.append(compiled.figures(plan))
+    print(compiled.text(_TOPOLOGY.value, plan, found[-1], _MARGIN.value) + "\n")
+  print(f"compiled in {time.perf_counter() - start:.0f} s with jax {jax.__version__}")
   if _JSON.value:
-    pathlib.Path(_JSON.value).write_text(
-      json.dumps({"topology": _TOPOLOGY.value} | figures, indent=2) + "\n"
-    )
-  if device and not compiled.fits(plan, figures, _MARGIN.value):
+    first, *others = [{"topology": _TOPOLOGY.value} | figures for figures in found]
+    # A run of one kind of stage is one object; what others there are stand in it under their names.
+    first |= {"stages": {each["stage"]: each for each in others}} if others else {}
+    pathlib.Path(_JSON.value).write_text(json.dumps(first, indent=2) + "\n")
+  if device and not all(
+    compiled.fits(plan, figures, _MARGIN.value) for plan, figures in zip(plans, found)
+  ):
     sys.exit(1)
+
+
+def kinds(run: build.Run) -> list[build.StageParts]:
+  """The first of each kind of stage, those of the first cycle; the warm start is in none's way."""
+  found = {}
+  for parts in run.stages:
+    if not parts.supervised:
+      found.setdefault(parts.stage.source, parts)
+  return list(found.values())
 
 
 if __name__ == "__main__":

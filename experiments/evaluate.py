@@ -29,7 +29,7 @@ from stratified.runs import build, command_line, evaluations, held_out, settings
 from stratified.runs import samplers as servers
 from stratified.runs import workdir as workdirs
 from stratified.runs.stop import Stop
-from stratified.runs.weights import Weights
+from stratified.runs.weights import of_stage
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.tasks import base
 
@@ -156,7 +156,7 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
 
 def restore(made: build.Run, workdir):
   """Restores (step, parameters) of the newest checkpoint; (0, None) where nothing is saved yet."""
-  weights = Weights(made.config, made.mesh, made.model, made.last.optimizer)
+  weights = of_stage(made, made.last, workdir)
   found = weights.restore_policy(workdir)
   return (found[1], found[0]) if found else (0, None)
 

@@ -28,7 +28,7 @@ from stratified.data import tokenizer as tokenizers
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face, peft, safetensors
 from stratified.runs import build, command_line, settings
-from stratified.runs.weights import Weights
+from stratified.runs.weights import of_stage, Weights
 from stratified.tasks import named
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -74,7 +74,7 @@ def export(
   config.mesh.update(data=1, fsdp=1, tensor=1)
   configs.check_all(config, settings.rules())
   made = build.assemble(config, build.mesh_of(config), build.model_config(config))
-  weights = Weights(config, made.mesh, made.model, made.last.optimizer)
+  weights = of_stage(made, made.last, workdir)
   if adapters and (weights.adapter is None or workdir is None):
     raise ValueError(
       "--adapters: there are none, since "

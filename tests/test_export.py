@@ -22,7 +22,7 @@ from stratified.policy import decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.files import safetensors as tensor_files
 from stratified.runs import build, checkpoint, settings
-from stratified.runs.weights import Weights
+from stratified.runs.weights import of_stage
 from stratified.tasks.encyclopedia import vocabulary
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -44,8 +44,9 @@ def config_of(**changes):
   return made
 
 
-def weights_of(config):
-  return Weights(config, build.mesh_of(config), build.model_config(config), build.optimizer(config))
+def weights_of(config, workdir=None):
+  made = build.assemble(config, build.mesh_of(config), build.model_config(config))
+  return of_stage(made, made.last, workdir)
 
 
 def moved(tree, scale=0.2):
@@ -328,7 +329,7 @@ def test_other_frozen_weights_than_those_trained_beside_are_refused_by_name(tmp_
 
   def resumed():
     with checkpoint.Checkpointer(tmp_path / "run", every=1) as checkpointer:
-      return weights.resume(checkpointer.restore_latest(weights.abstract()), tmp_path / "run")
+      return weights.resume(checkpointer.restore_latest(weights.abstract()))
 
   again, step = resumed()
   assert step == 5

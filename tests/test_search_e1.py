@@ -5,9 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from small_rollouts import collate, decoder_config, parameters, random_groups, trajectory
+from small_rollouts import decoder_config, parameters, random_groups
 
-from stratified.algorithms import Facts, make, search_e1
 from stratified.algorithms.guide import GuideSettings
 from stratified.algorithms.pairs import PairSettings
 from stratified.algorithms.search_e1 import Distillation, DistillationSettings, Student

@@ -409,7 +409,8 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
 
   from stratified.learner import update
   from stratified.retrieval import retrievers
-  from stratified.runs import build, settings, stages, trainer
+  from stratified.runs import build, settings, trainer
+  from stratified.runs.surroundings import Surroundings
   from stratified.tasks import named
 
   seen = set()
@@ -433,8 +434,9 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   with trainer.seat_of(run, parts, tmp_path) as seat, metrics.Writer(tmp_path) as writer:
     around = Surroundings(run, tmp_path, None, None, writer, None)
     params = build.initial_params(watched, model, mesh, dtype=seat.weights.start_dtype)
+    state = seat.weights.begin(params)
     never = types.SimpleNamespace(asked=False, agreed=lambda: False)
-    trainer.run_stage(seat, around, None, params, never)
+    trainer.run_stage(seat, around, state, 0, never, fresh=True)
     assert seat.saved.latest_step == len(steps) == plain.warm_start.num_steps
   assert {
     "seed",

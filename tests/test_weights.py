@@ -15,7 +15,7 @@ from stratified.learner import state as states
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
 from stratified.runs import build, checkpoint, settings
-from stratified.runs.weights import Weights
+from stratified.runs.weights import of_stage
 
 # Without a warm start's rows test_train's settings are a run of four steps, evaluated after the
 # second and the fourth.
@@ -44,7 +44,8 @@ def stored(workdir, step):
 
 def loaded(workdir):
   config = settings.read_workdir(workdir)
-  return Weights(config, build.mesh_of(config), build.model_config(config), build.optimizer(config))
+  made = build.assemble(config, build.mesh_of(config), build.model_config(config))
+  return of_stage(made, made.last, workdir)
 
 
 @pytest.fixture(scope="module")

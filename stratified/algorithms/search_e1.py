@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from stratified import advantages
 from stratified.algorithms.base import Algorithm, Credit, Loss, Stage, Teacher, Trained
-from stratified.algorithms.guide import GuideSettings
 from stratified.algorithms.grpo import Grpo, PolicyLossSettings
+from stratified.algorithms.guide import GuideSettings
 from stratified.algorithms.pairs import PairSettings
 from stratified.config import setting, Settings
 from stratified.losses import DivergenceSettings
@@ -98,29 +98,16 @@ class DistillationSettings(Settings):
   teacher_decay: float = setting(
     0.99, "decay of the moving average at a step", low=0, high=1, affects=TRAINING
   )
-  rank: int = setting(
-    64, "rank of the adapters; 0 trains every weight", low=0, affects=TRAINING
-  )
-  alpha: float = setting(
-    128.0, "an adapter counts alpha / rank", above=0, affects=TRAINING
-  )
+  rank: int = setting(64, "rank of the adapters; 0 trains every weight", low=0, affects=TRAINING)
+  alpha: float = setting(128.0, "an adapter counts alpha / rank", above=0, affects=TRAINING)
   optimizer: str = setting(
     "adamw", "the update rule", choices=("adamw", "muon", "sgd"), affects=TRAINING
   )
-  learning_rate: float = setting(
-    5e-6, "its constant rate", above=0, affects=TRAINING
-  )
-  clip_norm: float = setting(
-    0.1, "most that the gradient's norm may be", above=0, affects=TRAINING
-  )
-  pairs_per_step: int = setting(
-    32, "pairs of a step", low=1, high=1_000_000, affects=TRAINING
-  )
+  learning_rate: float = setting(5e-6, "its constant rate", above=0, affects=TRAINING)
+  clip_norm: float = setting(0.1, "most that the gradient's norm may be", above=0, affects=TRAINING)
+  pairs_per_step: int = setting(32, "pairs of a step", low=1, high=1_000_000, affects=TRAINING)
   row_length: int = setting(
-    0,
-    "tokens of a teacher's packed row; 0 is twice packing.row_length",
-    low=0,
-    affects=TRAINING,
+    0, "tokens of a teacher's packed row; 0 is twice packing.row_length", low=0, affects=TRAINING
   )
 
   def __post_init__(self):
@@ -221,11 +208,7 @@ class Distillation(Algorithm):
     """What a distillation trains: adapters of its own, with a rate of its own."""
     s = self.settings
     return Trained(
-      optimizer={
-        "name": s.optimizer,
-        "learning_rate": s.learning_rate,
-        "clip_norm": s.clip_norm,
-      },
+      optimizer={"name": s.optimizer, "learning_rate": s.learning_rate, "clip_norm": s.clip_norm},
       adapter={"rank": s.rank, "alpha": s.alpha} if s.rank else None,
       rollouts=s.pairs_per_step,
     )

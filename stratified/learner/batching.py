@@ -315,7 +315,11 @@ def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, sampl
   lost = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="made for its shape")
   zeros = np.zeros((questions, samples))
   small = dataclasses.replace(
-    packing, micro=packing.mini_batches, rows=1, length=1, teacher_length=packing.teacher_length and 1
+    packing,
+    micro=packing.mini_batches,
+    rows=1,
+    length=1,
+    teacher_length=packing.teacher_length and 1,
   )
   made = collate(
     [[lost] * samples] * questions,

@@ -157,9 +157,7 @@ def _compare(model, adapter, teacher, chunk, params, reference, micro, *, refere
   taught = micro.teacher_art
   own = lora.join(adapter, reference, params) if adapter else params
   theirs = jax.lax.stop_gradient(own if teacher.weights == "current" else reference)
-  x_teacher = decoder.hidden(
-    model, theirs, taught["token"], taught["position"], taught["segment"]
-  )
+  x_teacher = decoder.hidden(model, theirs, taught["token"], taught["position"], taught["segment"])
   before = jnp.maximum(log_probs.shifted(taught["at"], -1) - 1, 0)
   x_teacher = sharding.take_in_rows(x_teacher, before)
   x = decoder.hidden(model, own, micro.token_art, micro.position_art, micro.segment_art)

@@ -20,14 +20,16 @@ FULL = 0.95  # of a packed row's positions hold tokens, for the number of micro-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """A run on given devices.
+  """A stage of a run on given devices.
 
-  device: what a chip can do; None on CPU. tokens: those of an average rollout.
+  device: what a chip can do; None on CPU. tokens: those of an average rollout. parts: the stage;
+  None is the run's last.
   """
 
   run: build.Run
   device: costs.Device | None
   tokens: float
+  parts: build.StageParts | None = None
 
   def __post_init__(self):
     if self.tokens > self.config.rollout.max_tokens:
@@ -35,6 +37,9 @@ class Plan:
         f"--tokens={self.tokens:g} is more than "
         f"rollout.max_tokens={self.config.rollout.max_tokens}, the most that a rollout can have"
       )
+
+    if self.parts is None:
+      object.__setattr__(self, "parts", self.run.last)
 
   @property
   def config(self):
@@ -50,32 +55,42 @@ class Plan:
 
   @property
   def packing(self) -> batching.Packing:
-    return self.run.last.packing
+    return self.parts.packing
+
+  @property
+  def groups(self) -> tuple[int, int]:
+    """Questions of a step and rollouts of each."""
+    trained = self.parts.stage.trained
+    if trained:
+      return trained.rollouts, 1
+    return self.config.data.questions_per_step, self.config.rollout.samples_per_question
 
   @property
   def rollouts(self) -> int:
-    return self.config.data.questions_per_step * self.config.rollout.samples_per_question
+    return math.prod(self.groups)
 
   @property
   def micro(self) -> int:
-    """Micro-batches of an average step."""
-    return math.ceil(self.rollouts * self.tokens / (FULL * self.packing.rows * self.packing.length))
+    """Micro-batches of an average step; a teacher reads a reference as long as the rollout too."""
+    p, tokens = self.packing, self.rollouts * self.tokens
+    fullest = max(tokens / p.length, 2 * tokens / p.teacher_length if p.teacher_length else 0)
+    return math.ceil(fullest / (FULL * p.rows))
 
 
 def state_of(plan: Plan):
   """The training state as it lies between updates: shapes, dtypes, shardings."""
-  config, adapter = plan.config, build.adapter(plan.config)
+  parts = plan.parts
   state = states.abstract_state(
     plan.mesh,
     plan.model,
-    plan.run.last.optimizer,
-    with_reference=True,
-    adapter=adapter,
-    host=build.host_parts(config),
+    parts.optimizer,
+    with_reference=parts.with_reference,
+    adapter=parts.adapter,
+    host=build.host_parts(plan.config),
   )
-  if adapter:  # a checkpoint holds only a fingerprint of the frozen weights
+  if parts.adapter:  # a checkpoint holds only a fingerprint of the frozen weights
     frozen = states.abstract_state(
-      plan.mesh, plan.model, plan.run.last.optimizer, with_reference=False
+      plan.mesh, plan.model, parts.optimizer, with_reference=False
     ).params
     state = state._replace(
       reference={
@@ -89,14 +104,7 @@ def state_of(plan: Plan):
 
 
 def batch_of(plan: Plan) -> Batch:
-  config = plan.config
-  return batching.abstract(
-    plan.mesh,
-    plan.packing,
-    plan.run.last.stage.algorithm,
-    config.data.questions_per_step,
-    config.rollout.samples_per_question,
-  )
+  return batching.abstract(plan.mesh, plan.packing, plan.parts.stage.algorithm, *plan.groups)
 
 
 def local_bytes(tree) -> int:
@@ -109,7 +117,7 @@ def local_bytes(tree) -> int:
 
 
 def compile_update(plan: Plan):
-  return plan.run.last.learn.lower(state_of(plan), batch_of(plan)).compile()
+  return plan.parts.learn.lower(state_of(plan), batch_of(plan)).compile()
 
 
 def peak_of(program) -> int:
@@ -149,6 +157,7 @@ def figures(plan: Plan) -> dict[str, Any]:
     ),
   }
   result["sampler"] = sampler_figures(plan, resident)
+  result["stage"] = plan.parts.stage.name
   if not plan.config.sampler.release:
     result["memory"]["update"] += result["sampler"]["params"] + result["sampler"]["cache"]
   return result
@@ -207,11 +216,20 @@ def time_of(plan: Plan) -> dict[str, Any]:
   # A kernel that skips what lies above the diagonal computes half a row for each token; the others
   # all of it.
   seen = plan.packing.length / (2 if model.attention in ("splash", "cudnn") else 1)
+  kl = plan.parts.with_reference and not plan.packing.teacher_length
   flops = costs.update_flops(
-    model, slots, seen, reference=True, chunked=bool(config.policy.logit_chunk)
+    model, slots, seen, reference=kl, chunked=bool(config.policy.logit_chunk)
   )
   useful = costs.model_flops(model, plan.rollouts * plan.tokens / shards, plan.tokens / 2)
-  moved = costs.update_bytes(model, slots, plan.micro, shards, reference=True)
+  moved = costs.update_bytes(model, slots, plan.micro, shards, reference=kl)
+  if plan.packing.teacher_length:  # its layers over its own rows, its logits at the policy's tokens
+    longer = plan.packing.teacher_length / plan.packing.length
+    layers = costs.forward_flops(model, slots * longer, seen * longer, logits=False)
+    head = 2 * slots * model.vocab_size * model.width * (1 + bool(config.policy.logit_chunk))
+    flops, moved = (
+      flops + layers + head,
+      moved + costs.forward_bytes(model, slots * longer, plan.micro),
+    )
   return {
     "micro_batches": plan.micro,
     "flops": flops,
@@ -311,7 +329,8 @@ def way_to_fit(plan: Plan, found: dict[str, Any], margin: float) -> tuple[str, i
       chosen.pop("memory.reference", None)
     model = dataclasses.replace(plan.model, remat=config.policy.remat)
     run = build.assemble(config, plan.mesh, model)
-    found = figures(dataclasses.replace(plan, run=run))
+    parts = run.stages[plan.run.stages.index(plan.parts)]
+    found = figures(dataclasses.replace(plan, run=run, parts=parts))
   return " ".join(f"--config.{key}={value}" for key, value in chosen.items()), most_of(found)
 
 
@@ -319,10 +338,11 @@ def text(topology: str, plan: Plan, found: dict[str, Any], margin: float) -> str
   gb = lambda n: f"{n / 1e9:.2f} GB"
   m, s, t, device = found["memory"], found["sampler"], found["time"], plan.device
   lines = [
-    f"{topology}, mesh {'x'.join(str(n) for n in found['mesh'].values())} (data, fsdp, tensor): "
+    f"{topology}, {found['stage']}, mesh {'x'.join(str(n) for n in found['mesh'].values())} (data, fsdp, tensor): "
     f"{found['parameters'] / 1e9:.3f} G parameters, {plan.packing.rows} rows of "
     f"{plan.packing.length} tokens a micro-batch, "
-    f"attention {plan.model.attention}, remat {plan.model.remat}",
+    + (f"a teacher's of {plan.packing.teacher_length}, " if plan.packing.teacher_length else "")
+    + f"attention {plan.model.attention}, remat {plan.model.remat}",
     "per device in the update: "
     + ", ".join(
       f"{name} {gb(m[name])}"

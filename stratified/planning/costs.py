@@ -71,6 +71,19 @@ def model_flops(config: decoder.DecoderConfig, tokens: float, seen: float) -> fl
   return 3 * forward_flops(config, tokens, seen)
 
 
+def forward_bytes(config: decoder.DecoderConfig, tokens: float, micro: float) -> float:
+  """Least bytes of a forward pass alone over `tokens` tokens of a device in `micro` parts."""
+  wide = {"bfloat16": 2, "float32": 4}[config.dtype]
+  return wide * (micro * num_parameters(config) + tokens * activations(config))
+
+
+def activations(config: decoder.DecoderConfig) -> int:
+  """Numbers of a token that are written and read between products, over all layers."""
+  return config.num_layers * (
+    8 * config.width + 3 * config.mlp_width + 4 * config.num_heads * config.head_dim
+  )
+
+
 def update_bytes(
   config: decoder.DecoderConfig, tokens: float, micro: float, shards: int, *, reference: bool
 ) -> float:
@@ -82,13 +95,10 @@ def update_bytes(
   """
   p, wide = num_parameters(config), {"bfloat16": 2, "float32": 4}[config.dtype]
   passes = 3 + (config.remat == "full") + reference
-  activations = config.num_layers * (
-    8 * config.width + 3 * config.mlp_width + 4 * config.num_heads * config.head_dim
-  )
   return (
     micro * passes * p * wide
     + micro * 3 * p * 4 / shards
-    + tokens * passes * activations * wide
+    + tokens * passes * activations(config) * wide
     + 7 * p * 4 / shards
   )
 

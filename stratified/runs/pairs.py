@@ -8,13 +8,10 @@ stage reads the files again and refuses those of other weights.
 """
 
 from collections.abc import Callable
-import functools
 import hashlib
 import json
 import pathlib
-import time
 
-import jax
 import numpy as np
 
 from stratified import files
@@ -216,7 +213,9 @@ def read(path: pathlib.Path, made_by: str | None) -> pairs.Mined:
     ]
     stats, weights = head["stats"], head["weights"]
   except (OSError, ValueError, KeyError, TypeError) as error:
-    raise Unusable(f"the pairs of this stage, {path}, can't be read ({error}); {way_out}") from error
+    raise Unusable(
+      f"the pairs of this stage, {path}, can't be read ({error}); {way_out}"
+    ) from error
   if made_by not in (None, weights):
     raise Unusable(
       f"{path} holds pairs of the weights {weights}, while this stage begins with {made_by}; remove "

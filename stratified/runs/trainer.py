@@ -16,8 +16,8 @@ from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, samplers, stages
 from stratified.runs.checkpoint import Checkpointer, restore_part
-from stratified.runs.surroundings import Surroundings
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Stopped, Unusable
+from stratified.runs.surroundings import Surroundings
 from stratified.runs.weights import folder_of, of_stage, Weights
 from stratified.runs.writer import Writer
 from stratified.sampling.sglang.errors import SamplerError

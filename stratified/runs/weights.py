@@ -6,7 +6,6 @@ which the adapters were trained.
 """
 
 from collections.abc import Callable
-
 import dataclasses
 import functools
 import pathlib
@@ -122,11 +121,7 @@ class Weights:
     if found is None:
       return None
     parts, step = found
-    return (
-      self._frozen(parts["reference"]) if self.adapter else None,
-      parts["params"],
-      step,
-    )
+    return (self._frozen(parts["reference"]) if self.adapter else None, parts["params"], step)
 
   def _frozen(self, fingerprint) -> decoder.Params:
     """The frozen weights, read again and checked."""
