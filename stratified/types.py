@@ -165,9 +165,9 @@ class Batch(NamedTuple):
   mass_qk: {name: float32}, the sum of each stream over a rollout's tokens.
   array_qk: {name: [Q, K, ...]}, what else the method takes from the rollouts (`Algorithm.arrays`).
   teacher_art: {} where a method has no teacher. A teacher reads the same rollouts after prompts of
-    its own, in rows of its own length T', int32: "token", "position", "segment" [A, R, T'], and "at"
-    [A, R, T], where in the teacher's row the token of the rollout's row stands; 0 where it is not
-    read by both.
+    its own, in rows of its own length T', int32: "token", "position", "segment" [A, R, T'], and
+    "at" [A, R, T], where in the teacher's row the token of the rollout's row stands; 0 where it is
+    not read by both.
   reward_qk, valid_qk: float32; stratum_qk: int32; valid 0 marks a rollout lost to a fault.
   """
 

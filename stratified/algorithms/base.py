@@ -185,8 +185,8 @@ class Stage(NamedTuple):
   algorithm: how it learns from them.
   cycle: which turn of an alternation it belongs to, from 1; 0 where there is none.
   trained: None is what the run's own settings say.
-  optimizer_of, reference_of: names of earlier stages; it goes on with the optimizer's state that the
-    one ended with, and with the other's KL reference, instead of new moments and its own start.
+  optimizer_of, reference_of: names of earlier stages; it goes on with the optimizer's state of the
+    one, and with the KL reference of the other, instead of new moments and its own start.
   """
 
   name: str

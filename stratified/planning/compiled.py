@@ -338,8 +338,9 @@ def text(topology: str, plan: Plan, found: dict[str, Any], margin: float) -> str
   gb = lambda n: f"{n / 1e9:.2f} GB"
   m, s, t, device = found["memory"], found["sampler"], found["time"], plan.device
   lines = [
-    f"{topology}, {found['stage']}, mesh {'x'.join(str(n) for n in found['mesh'].values())} (data, fsdp, tensor): "
-    f"{found['parameters'] / 1e9:.3f} G parameters, {plan.packing.rows} rows of "
+    f"{topology}, {found['stage']}, mesh {'x'.join(str(n) for n in found['mesh'].values())} "
+    f"(data, fsdp, tensor): {found['parameters'] / 1e9:.3f} G parameters, "
+    f"{plan.packing.rows} rows of "
     f"{plan.packing.length} tokens a micro-batch, "
     + (f"a teacher's of {plan.packing.teacher_length}, " if plan.packing.teacher_length else "")
     + f"attention {plan.model.attention}, remat {plan.model.remat}",

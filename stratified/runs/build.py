@@ -253,7 +253,7 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
 
 
 def on_pairs(config, mesh, model, stage: Stage, first: int) -> StageParts:
-  """The parts of a stage on pairs of rollouts: one update a step, its own optimizer and adapters."""
+  """The parts of a stage on pairs of rollouts: one update a step, an optimizer of its own."""
   teacher, chain = stage.algorithm.teacher, optimizers.make(**stage.trained.optimizer)
   adapters = stage.trained.adapter and lora.LoraConfig(**stage.trained.adapter)
   refusals.check_teacher(config, model, adapters, teacher)

@@ -1,7 +1,7 @@
 """Mines pairs of the policy's own rollouts at the start of a stage, and gives their batches.
 
-    workdir/pairs/cycle_C.jsonl       a first line with counts and hashes, then a pair a line, to read
-    workdir/pairs/cycle_C.rollouts    the same pairs as rollouts, compressed JSON, to train on
+    workdir/pairs/cycle_C.jsonl       to read: a first line with counts and hashes, a pair a line
+    workdir/pairs/cycle_C.rollouts    to train on: the same pairs as rollouts, compressed JSON
 
 The rollouts are made once, by the policy that the stage begins with; a run that goes on within the
 stage reads the files again and refuses those of other weights.
@@ -188,7 +188,7 @@ def write(path: pathlib.Path, mined: pairs.Mined, decode: Callable, made_by: str
     "pairs": len(mined.pairs),
     "weights": made_by,
     "rollouts": hashlib.sha256(data).hexdigest(),
-    "rewards": [list(pair.rewards) for pair in mined.pairs],
+    "rewards": [[pair.reference_reward, pair.student_reward] for pair in mined.pairs],
     "distances": [list(pair.distance) for pair in mined.pairs],
     "stats": mined.stats,
   }
@@ -206,7 +206,7 @@ def read(path: pathlib.Path, made_by: str | None) -> pairs.Mined:
     if hashlib.sha256(data).hexdigest() != head["rollouts"]:
       raise ValueError("the rollouts beside it are not those that it names")
     found = [
-      pairs.Pair(reference, student, tuple(rewards), tuple(distance))
+      pairs.Pair(reference, student, *rewards, tuple(distance))
       for (reference, student), rewards, distance in zip(
         processes.decoded(data), head["rewards"], head["distances"], strict=True
       )
@@ -218,7 +218,7 @@ def read(path: pathlib.Path, made_by: str | None) -> pairs.Mined:
     ) from error
   if made_by not in (None, weights):
     raise Unusable(
-      f"{path} holds pairs of the weights {weights}, while this stage begins with {made_by}; remove "
-      "it, and they are made again"
+      f"{path} holds pairs of the weights {weights}, while this stage begins with {made_by}; "
+      "remove it, and they are made again"
     )
   return pairs.Mined(found, stats)

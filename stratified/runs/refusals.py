@@ -100,8 +100,8 @@ def check_teacher(config, model, adapters, teacher) -> None:
   check_adapter(config, model, adapters, config.distillation.optimizer, "distillation")
   if teacher and teacher.weights == "ema" and config.policy.dtype != "float32":
     raise ValueError(
-      f"distillation.teacher='ema' with policy.dtype={config.policy.dtype!r}: a moving average kept "
-      "in it would lose small moves; set --config.policy.dtype=float32, or a frozen teacher"
+      f"distillation.teacher='ema' with policy.dtype={config.policy.dtype!r}: a moving average "
+      "kept in it would lose small moves; set --config.policy.dtype=float32, or a frozen teacher"
     )
 
 

@@ -1,4 +1,4 @@
-"""Holds what all stages of a run share, and what each does at its steps: rows, evaluations, blame."""
+"""Holds what all stages of a run share, and what each does: rows, evaluations, blame."""
 
 import contextlib
 import dataclasses

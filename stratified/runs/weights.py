@@ -170,7 +170,7 @@ def _at_end_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
   found = of_stage(run, parts, workdir).restore_policy(folder, parts.stage.num_steps)
   if found is None:
     raise ValueError(
-      f"{folder} holds no checkpoint any more, and with it the frozen weights of these adapters are "
-      "gone; bring it back, or train in a new workdir"
+      f"{folder} holds no checkpoint any more, and with it the frozen weights of these adapters "
+      "are gone; bring it back, or train in a new workdir"
     )
   return found[0], f"{folder}"
