@@ -58,12 +58,12 @@ KEYS = """
     update/padding_share update/skipped""".split()
 
 
-def command(workdir, **changes):
+def command(workdir, preset="configs/search_r1.py:tiny", **changes):
   flags = [f"--config.{name}={value}" for name, value in (SETTINGS | changes).items()]
   return [
     sys.executable,
     "experiments/train.py",
-    "--config=configs/search_r1.py:tiny",
+    f"--config={preset}",
     f"--workdir={workdir}",
     *flags,
   ]

@@ -1,10 +1,9 @@
 """Mines pairs of the policy's own rollouts at the start of a stage, and gives their batches.
 
-    workdir/pairs/cycle_C.jsonl       to read: a first line with counts and hashes, a pair a line
-    workdir/pairs/cycle_C.rollouts    to train on: the same pairs as rollouts, compressed JSON
+    workdir/pairs/cycle_C.jsonl       a line of counts and hashes, then a pair a line
 
 The rollouts are made once, by the policy that the stage begins with; a run that goes on within the
-stage reads the files again and refuses those of other weights.
+stage reads the file again, and refuses one of other weights.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pathlib
 import numpy as np
 
 from stratified import files
-from stratified.algorithms import guide, pairs
+from stratified.algorithms import guide, pair_records, pairs
 from stratified.algorithms.search_e1 import Student
 from stratified.learner import batching, processes
 from stratified.policy import lora
@@ -27,6 +26,7 @@ from stratified.types import Batch, Question, TrainState, Trajectory
 
 # Beyond every step of training: rollouts for pairs draw with random keys of their own.
 FIRST_KEY = 500_000_000
+EVERY_ROW = ("pairs/count", "pairs/skipped_share")
 LOST = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="no pair was found")
 
 
@@ -48,7 +48,9 @@ class Pairs:
     if self._mined is None:
       self._mined = self._read_or_mine(step, state)
     chosen = self._chosen(step - self._parts.first)
-    return self._batch(chosen), dict(self._mined.stats)
+    whole = step == self._parts.first  # the first row has all that is known of them
+    row = {k: v for k, v in self._mined.stats.items() if whole or k in EVERY_ROW}
+    return self._batch(chosen), row
 
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
     stats.pop("advantage_qk")
@@ -136,7 +138,7 @@ class Pairs:
     mined = self._mine(policy)
     decode = self._around.run.task.tokenizer.decode
     processes.first_then_all(lambda: write(path, mined, decode, made_by), f"{path}")
-    return mined
+    return read(path, made_by)  # as a run that goes on will find them
 
   def _mine(self, policy) -> pairs.Mined:
     """Rolls out training questions with the policy, rewards them, and picks the pairs."""
@@ -180,41 +182,37 @@ def hash_of(policy) -> str:
 
 
 def write(path: pathlib.Path, mined: pairs.Mined, decode: Callable, made_by: str) -> None:
-  """Writes the pairs to read and to train on; the file to read last, as its hashes name both."""
-  data = processes.encoded([[pair.reference, pair.student] for pair in mined.pairs])
-  path.parent.mkdir(parents=True, exist_ok=True)
-  files.write_atomic(path.with_suffix(".rollouts"), data)
+  """Writes pairs as JSON lines: one with their number, hashes and statistics, then a pair each."""
+  rows = "".join(
+    json.dumps(row, ensure_ascii=False) + "\n"
+    for row in pair_records.records(mined.pairs, decode, made_by)
+  )
   head = {
     "pairs": len(mined.pairs),
     "weights": made_by,
-    "rollouts": hashlib.sha256(data).hexdigest(),
-    "rewards": [[pair.reference_reward, pair.student_reward] for pair in mined.pairs],
-    "distances": [list(pair.distance) for pair in mined.pairs],
+    "sha256": hashlib.sha256(rows.encode()).hexdigest(),
     "stats": mined.stats,
   }
-  lines = [head, *pairs.records(mined.pairs, decode, made_by)]
-  files.write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+  path.parent.mkdir(parents=True, exist_ok=True)
+  files.write_atomic(path, json.dumps(head) + "\n" + rows)
 
 
 def read(path: pathlib.Path, made_by: str | None) -> pairs.Mined:
-  """Reads pairs again. Raises Unusable where they are gone, damaged, or of other weights."""
-  way_out = "bring it back, or train in a new workdir"
+  """Reads pairs again; `made_by` is None where nobody knows which weights made them.
+
+  Raises Unusable where they are gone, damaged, or of other weights.
+  """
   try:
-    with open(path, encoding="utf-8") as file:
-      head = json.loads(file.readline())
-    data = path.with_suffix(".rollouts").read_bytes()
-    if hashlib.sha256(data).hexdigest() != head["rollouts"]:
-      raise ValueError("the rollouts beside it are not those that it names")
-    found = [
-      pairs.Pair(reference, student, *rewards, tuple(distance))
-      for (reference, student), rewards, distance in zip(
-        processes.decoded(data), head["rewards"], head["distances"], strict=True
-      )
-    ]
+    first, _, rows = path.read_bytes().partition(b"\n")
+    head = files.parse(first)
+    if hashlib.sha256(rows).hexdigest() != head["sha256"]:
+      raise ValueError("its lines are not those that were written")
+    found = pair_records.restore([files.parse(row) for row in rows.splitlines()], head["weights"])
     stats, weights = head["stats"], head["weights"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise Unusable(
-      f"the pairs of this stage, {path}, can't be read ({error}); {way_out}"
+      f"the pairs of this stage, {path}, can't be read ({error}); bring the file back, or train in "
+      "a new workdir"
     ) from error
   if made_by not in (None, weights):
     raise Unusable(
