@@ -308,6 +308,18 @@ def test_three_tokens(form, loss, gradient, share, kept, reversed_):
     assert array == 0, "the first token is predicted from nothing, the last state predicts nothing"
 
 
+def test_a_mass_near_0_is_kept_precisely():
+  """A teacher all but certain of a clipped token: what is left of its mass is no rounding."""
+  student = np.log(np.array([[[0.3, 0.4, 0.3]] * 2], np.float32))
+  teacher = np.array([[[0, -20, -20]] * 2], np.float32)
+  identity = np.eye(3, dtype=np.float32)
+  found, gradients = compared(student, teacher, identity, identity, DivergenceSettings())
+  m = 2 * math.exp(-20) / (1 + 2 * math.exp(-20))
+  np.testing.assert_allclose(found.kept_mass[0, 1], m, rtol=1e-5)
+  np.testing.assert_allclose(gradients[0][0, 0, 0] / 1.1, 0.3 * m, rtol=1e-5)
+  assert found.reversed[0, 1] == 1
+
+
 ###  On meshes  ###
 
 

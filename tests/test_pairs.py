@@ -97,6 +97,7 @@ def test_the_best_stratum_is_of_more_rollouts_then_of_fewer_searches_where_share
     (lambda k: rollout(k, *"xy")),
   )
   assert best_stratum([none(0), one(1), one(2)], [none(0), one(1), one(2)]) == 1
+  assert best_stratum([none(0), one(1), one(2), one(3)], [none(0), one(1), one(2)]) == 0
   assert best_stratum([two(0), one(1)], [two(0), one(1)]) == 1
   assert best_stratum([none(0), none(1), two(2), two(3)], [none(0), two(2), two(3)]) == 2
 

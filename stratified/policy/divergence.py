@@ -167,26 +167,27 @@ def _compare(student_rtv, teacher_rtv, settings, parts):
   """The Divergence of logits, and d loss / d student's logits for this part of the vocabulary.
 
   With term f_v of entry v, its derivative f'_v in log Q_v, and u_v = 1 below the clip, 0 above:
-  d loss / d z_j = u_j f'_j - Q_j sum over v of u_v f'_v. A part of f' that is a distribution D, or
-  -D, has the sum 1 - sum of (1 - u) D: exactly 1 where nothing is clipped.
+  d loss / d z_j = u_j f'_j - Q_j sum over v of u_v f'_v.
   """
   scale = 1 / settings.temperature
-  (q_rtv, _), (p_rtv, top_rtv) = (_log_softmax(z, scale, parts) for z in (student_rtv, teacher_rtv))
-  rest_rtv, rest_p, rest_q = _rest(teacher_rtv, p_rtv, q_rtv, settings.top_k, parts)
+  (log_q, _), (log_p, top_rtv) = (_log_softmax(z, scale, parts) for z in (student_rtv, teacher_rtv))
+  rest_rtv, rest_p, rest_q = _rest(teacher_rtv, log_p, log_q, settings.top_k, parts)
   # The rest as one entry is the same as a teacher who spreads its mass there as the student does.
-  p_rtv = jnp.where(rest_rtv, q_rtv + (rest_p - rest_q)[..., None], p_rtv)
-  term, slope, (sign, mass) = _terms(settings, p_rtv, q_rtv)
+  log_p = jnp.where(rest_rtv, log_q + (rest_p - rest_q)[..., None], log_p)
+  term, slope, (sign, mass) = _terms(settings, log_p, log_q)
   kept, rest_kept = jnp.ones(term.shape, bool), jnp.ones(rest_p.shape, bool)
   if settings.clip_form == "entry":
     rest_kept = _terms(settings, rest_p, rest_q)[0] < settings.clip
     kept = jnp.where(rest_rtv, rest_kept[..., None], term < settings.clip)
-  heavy, rest_heavy = jnp.exp(p_rtv) > HEAVY, jnp.exp(rest_p) > HEAVY
+  heavy, rest_heavy = jnp.exp(log_p) > HEAVY, jnp.exp(rest_p) > HEAVY
   over_entries = {
     "value": term,
     "below": kept * term,
     "slope": kept * slope,
+    "kept_mass": kept * mass,
     "cut_mass": ~kept * mass,
-    "cut_teacher": ~kept * jnp.exp(p_rtv),
+    "kept_teacher": kept * jnp.exp(log_p),
+    "cut_teacher": ~kept * jnp.exp(log_p),
     "cut": ~kept & ~rest_rtv,
     "heavy": heavy & ~rest_rtv,
     "cut_heavy": ~kept & heavy & ~rest_rtv,
@@ -196,10 +197,10 @@ def _compare(student_rtv, teacher_rtv, settings, parts):
   sums["heavy"] += rest_heavy
   sums["cut_heavy"] += ~rest_kept & rest_heavy
   found, factor = _bounded(settings, sums)
-  total = sums["slope"] + sign * (1 - sums["cut_mass"])
-  gradient = kept * (slope + sign * mass) - jnp.exp(q_rtv) * total[..., None]
+  total = sums["slope"] + sign * _share_kept(sums["kept_mass"], sums["cut_mass"])
+  gradient = kept * (slope + sign * mass) - jnp.exp(log_q) * total[..., None]
   gradient *= scale * factor[..., None]
-  against = top_rtv & (q_rtv < p_rtv) & (gradient > 0)
+  against = top_rtv & (log_q < log_p) & (gradient > 0)
   return found._replace(reversed=parts.max(against.any(-1).astype(jnp.float32))), gradient
 
 
@@ -213,12 +214,18 @@ def _bounded(settings, sums):
     "none": one,
   }[settings.clip_form]
   if settings.clip_form == "entry":
-    loss, kept_mass = sums["below"] + clip * sums["cut"], 1 - sums["cut_teacher"]
+    loss = sums["below"] + clip * sums["cut"]
+    kept_mass = _share_kept(sums["kept_teacher"], sums["cut_teacher"])
     share = sums["cut_heavy"] / jnp.maximum(sums["heavy"], 1)
   else:
     loss = value if settings.clip_form == "none" else jnp.minimum(value, clip)
     kept_mass, share = factor, (factor < 1) & (sums["heavy"] > 0)
   return Divergence(loss, value, share.astype(jnp.float32), kept_mass, None), factor
+
+
+def _share_kept(kept, cut):
+  """The part of a distribution that is kept: exactly 1 where nothing is cut, precise near 0."""
+  return jnp.where(cut < 0.5, 1 - cut, kept)
 
 
 def _terms(settings, log_p, log_q):
