@@ -5,18 +5,24 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from small_rollouts import decoder_config, parameters, random_groups
+from small_rollouts import decoder_config, OneCharacterEach, parameters, random_groups, trajectory
 
+from configs import search_e1 as search_e1_config
+from stratified.algorithms import Facts, guide, make, search_e1
 from stratified.algorithms.guide import GuideSettings
 from stratified.algorithms.pairs import PairSettings
 from stratified.algorithms.search_e1 import Distillation, DistillationSettings, Student
 from stratified.learner import batching, optimizer, update
 from stratified.learner import state as states
 from stratified.losses import DivergenceSettings
+from stratified.planning import compiled
 from stratified.policy import decoder, lora
+from stratified.runs import build
+from stratified.types import Call, Segment, Turn
 
 CONFIG = decoder_config()
 LORA = lora.LoraConfig(4, 8.0)
+FACTS = Facts(num_strata=3, samples_per_question=4, max_tokens=24, max_turns=3)
 SGD = optimizer.make(name="sgd", learning_rate=0.1, clip_norm=1e9)
 
 
@@ -139,3 +145,179 @@ def test_the_step_is_the_mean_over_pairs_of_the_mean_over_their_tokens(mesh):
     kls.append((np.exp(p) * (p - q)).sum(-1))
   np.testing.assert_allclose(stats["distillation/kl"], np.concatenate(kls).mean(), rtol=2e-5)
   assert stats["distillation/loss"] == stats["distillation/kl"]
+
+
+@pytest.mark.parametrize(
+  "span, expected",
+  [
+    ("all", [0, 0, 1, 1, 1, 1, 0, 1, 1]),
+    ("think_search", [0, 0, 1, 1, 1, 1, 0, 0, 0]),
+    ("search", [0, 0, 0, 0, 1, 1, 0, 0, 0]),
+  ],
+)
+def test_a_span_counts_all_policy_tokens_those_of_searching_turns_or_the_queries_alone(
+  span, expected
+):
+  text = {1: "Q", 2: "?", 3: "hm ", 4: "<s>", 5: "who", 6: " ada</s>", 7: "doc", 8: "<a>", 9: "x"}
+  decode = lambda ids: "".join(text[i] for i in ids)
+  one = trajectory(("prompt", [1, 2]), ("policy", [3, 4, 5, 6]), ("observation", [7]))
+  turns = (Turn("call", "", (Call("search", "who ada", "hit"),)), Turn("answer", ""))
+  one = dataclasses.replace(
+    one, segments=(*one.segments, Segment((8, 9), "policy", (-1.0, -1.0))), turns=turns
+  )
+  assert guide.weights(one, span, decode) == tuple(map(float, expected))
+
+
+@pytest.mark.parametrize(
+  "shown, expected",
+  [
+    ("full", "hm<s>ada</s>(doc ada)<a>ada!</a>"),
+    ("no_answer", "hm<s>ada</s>(doc ada)<a>"),
+    ("no_documents", "hm<s>ada</s><a>ada!</a>"),
+    ("queries_only", "ada"),
+  ],
+)
+def test_a_guide_shows_of_the_reference_what_is_set(shown, expected):
+  tokenizer = OneCharacterEach()
+  part = lambda origin, text: (origin, tokenizer.encode(text))
+  one = trajectory(
+    part("prompt", "Who?"),
+    part("policy", "hm<s>ada</s>"),
+    part("observation", "(doc ada)"),
+    ("policy", [*tokenizer.encode("<a>ada!</a>"), tokenizer.eos_id]),
+    answer="ada!",
+  )
+  one = dataclasses.replace(one, turns=(Turn("call", "", (Call("search", "ada", "hit"),)),))
+  settings = GuideSettings(shown=shown, before="[", after="]")
+  ids = guide.prompt(
+    one.question,
+    one,
+    settings,
+    write=lambda question: f"Q: {question}\nA:",
+    encode=tokenizer.encode,
+    decode=tokenizer.decode,
+    eos_id=tokenizer.eos_id,
+  )
+  assert tokenizer.decode(ids) == f"Q: Who?[{expected}]\nA:"
+
+
+def test_a_demonstration_may_be_its_own_guide():
+  tokenizer = OneCharacterEach()
+  one = trajectory(("prompt", tokenizer.encode("Q")), ("policy", tokenizer.encode("yes")))
+  found = guide.guided(
+    one,
+    GuideSettings(before="[", after="]"),
+    write=lambda question: f"{question}!",
+    encode=tokenizer.encode,
+    decode=tokenizer.decode,
+    eos_id=tokenizer.eos_id,
+  )
+  assert tokenizer.decode(found.segments[0].token_ids) == "Who?[yes]!"
+  assert found.segments[1:] == one.segments[1:]
+
+
+def config_of(**changes):
+  config = search_e1_config.get_config("tiny")
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+CHANGES = {
+  "distillation.divergence": "reverse",
+  "distillation.jensen_shannon_beta": 0.3,
+  "distillation.top_k": 5,
+  "distillation.clip_form": "scaled",
+  "distillation.clip": 0.2,
+  "distillation.temperature": 1.1,
+  "distillation.teacher": "ema",
+  "distillation.teacher_decay": 0.5,
+  "distillation.row_length": 512,
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_what_a_teacher_is_reaches_the_step(field, monkeypatch):
+  """The settings as they stand in the config are those that the traced step computes with."""
+  seen = []
+  stages_of = lambda config: build.assemble(
+    config, build.mesh_of(config), build.model_config(config)
+  )
+
+  def spy(*args, settings, **how):
+    seen.append((settings, args[3].shape[1]))
+    raise Traced
+
+  monkeypatch.setattr(update.divergence, "token_divergence", spy)
+  monkeypatch.setattr(update, "_follow", lambda teacher, state: seen.append(teacher) or state)
+  config = config_of(**{field: CHANGES[field]})
+  plan = compiled.Plan(stages_of(config), None, 100.0, stages_of(config).stages[2])
+  with pytest.raises(Traced):
+    plan.parts.learn.lower(compiled.state_of(plan), compiled.batch_of(plan))
+  teacher = plan.parts.stage.algorithm.teacher
+  (between, _) = seen[0]
+  section, name = field.split(".")
+  where = {"teacher": teacher.weights, "teacher_decay": teacher.decay, "row_length": None}
+  if name == "row_length":
+    assert plan.packing.teacher_length == 512
+  else:
+    assert (where[name] if name in where else getattr(between, name)) == CHANGES[field]
+
+
+class Traced(Exception):
+  pass
+
+
+def test_stages_alternate_and_what_does_not_come_out_even_is_refused():
+  config = config_of(**{"num_steps": 30, "search_e1.distillation_steps": 5, "search_e1.cycles": 2})
+  made = build.assemble(config, build.mesh_of(config), build.model_config(config))
+  assert [(p.stage.name, p.stage.num_steps, p.first) for p in made.stages[1:]] == [
+    ("reinforcement_1", 10, 0),
+    ("distillation_1", 5, 10),
+    ("reinforcement_2", 10, 15),
+    ("distillation_2", 5, 25),
+  ]
+  for changes, sentence in (
+    ({"num_steps": 31}, r"num_steps=31 does not make search_e1\.cycles=2 equal cycles"),
+    ({"search_e1.distillation_steps": 16}, r"search_e1\.distillation_steps=16 in each"),
+    ({"distillation.rank": 4}, r"distillation\.optimizer='muon' .*distillation\.optimizer=adamw"),
+    (
+      {"distillation.rank": 100_000, "distillation.optimizer": "adamw"},
+      r"distillation\.rank=100000 must be below",
+    ),
+    (
+      {"distillation.teacher": "ema", "distillation.rank": 4, "distillation.optimizer": "adamw"},
+      r"frozen weights can't follow",
+    ),
+    ({"distillation.teacher": "ema", "policy.dtype": "bfloat16"}, r"lose small moves"),
+  ):
+    config = config_of(**{"num_steps": 30, "search_e1.distillation_steps": 5} | changes)
+    with pytest.raises(ValueError, match=sentence):
+      build.assemble(config, build.mesh_of(config), build.model_config(config))
+
+
+def test_a_moving_average_follows_the_policy_and_a_frozen_teacher_stays(mesh):
+  groups = students(5)
+  batch = batch_of(groups, guided_prompts(groups), distillation())
+  averaged = distillation(teacher="ema", teacher_decay=0.75, rank=0)
+  before, state, _ = learn(mesh, averaged, batch)
+  for name, old in before.items():
+    expected = 0.75 * old + 0.25 * state.params[name]
+    np.testing.assert_allclose(state.reference[name], expected, atol=1e-6)
+  assert any((state.params[name] != old).any() for name, old in before.items())
+  _, state, _ = learn(mesh, distillation(), batch)
+  for name, old in before.items():
+    np.testing.assert_array_equal(state.reference[name], old)
+
+
+def test_a_later_reinforcement_may_keep_the_optimizer_and_the_first_reference():
+  fields = lambda **changes: make(
+    "search_e1", lambda cls: cls(**changes if cls is search_e1.SearchE1Settings else {}), FACTS
+  ).stages(600)
+  assert [(s.optimizer_of, s.reference_of) for s in fields()] == [(None, None)] * 4
+  kept = fields(optimizer="keep", reference="first")
+  assert [(s.optimizer_of, s.reference_of) for s in kept] == [
+    (None, None),
+    (None, None),
+    ("reinforcement_1", "reinforcement_1"),
+    (None, None),
+  ]
