@@ -12,6 +12,7 @@ from stratified import sharding
 from stratified.config import check, rules, setting, Settings
 from stratified.policy import weights
 
+NAMES = ("adamw", "muon", "sgd")
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -22,13 +23,13 @@ class OptimizerSettings(Settings):
   SECTION = "optimizer"
 
   name: str = setting(
-    "adamw", "the rule of an update", choices=("adamw", "muon", "sgd"), affects=("training",)
+    "adamw", "the rule of an update", choices=NAMES, affects=("training",)
   )
   learning_rate: float = setting(
     1e-6, "rate after the warm-up, constant from then on", above=0, affects=("training",)
   )
   warmup_steps: int = setting(
-    20, "updates over which the rate rises linearly", low=0, affects=("training",)
+    20, "steps (rollout batches) over which the rate rises linearly", low=0, affects=("training",)
   )
   weight_decay: float = setting(
     0.0,
@@ -63,8 +64,8 @@ def make(
 ) -> optax.GradientTransformation:
   """Makes an optax chain.
 
-  The rate rises linearly over `warmup_steps`; then it stays, or falls along a cosine to a tenth
-  over `decay_steps` where that is positive. Weight decay spares norms and biases. Raises ValueError
+  The rate rises linearly over `warmup_steps`, here updates; then it stays, or falls along a cosine
+  to a tenth over `decay_steps` where that is positive. Weight decay spares norms and biases. Raises ValueError
   for what breaks a rule of OptimizerSettings.
   """
   given = locals()

@@ -8,6 +8,7 @@ from stratified import algorithms, files
 from stratified import config as configs
 from stratified.algorithms import AlgorithmSettings
 from stratified.config import setting, Settings
+from stratified.learner import optimizer
 from stratified.learner.batching import PackingSettings
 from stratified.learner.optimizer import OptimizerSettings
 from stratified.learner.update import UpdateSettings
@@ -65,7 +66,7 @@ class WarmStartSettings(Settings):
     20, "demonstrations of a step", low=1, affects=["warm_start"]
   )
   optimizer: str = setting(
-    "muon", "the update rule", choices=["adamw", "muon", "sgd"], affects=["warm_start"]
+    "muon", "the update rule", choices=optimizer.NAMES, affects=["warm_start"]
   )
   learning_rate: float = setting(2e-3, "its highest rate", above=0, affects=["warm_start"])
   weight_decay: float = setting(0.0, "decay of matrices", low=0, affects=["warm_start"])
