@@ -24,9 +24,7 @@ def rollouts(count: int = 4) -> list[Trajectory]:
   )
   return [
     Trajectory(QUESTION, k, segments, turns, answer, stop)
-    for k, (segments, turns, answer, stop) in (
-      (k, kinds[k % len(kinds)]) for k in range(count)
-    )
+    for k, (segments, turns, answer, stop) in ((k, kinds[k % len(kinds)]) for k in range(count))
   ]
 
 

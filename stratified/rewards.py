@@ -207,8 +207,8 @@ def make(name: str) -> Reward:
     sign, weight, part = match.groups()
     if float(weight or 1) > LARGEST:
       raise ValueError(
-        f"reward.name is {name[:80]!r}, which gives {part!r} the weight {float(weight):g}; a weight "
-        f"must be at most {LARGEST:g}"
+        f"reward.name is {name[:80]!r}, which gives {part!r} the weight {float(weight):g}; it must "
+        f"be at most {LARGEST:g}"
       )
     label, function = _part(part, name)
     terms.append((float(weight or 1) * (-1 if sign == "-" else 1), label, function))

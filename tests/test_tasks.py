@@ -8,7 +8,7 @@ import pytest
 from configs import arithmetic as presets
 from configs import search_r1
 from stratified.runs import build
-from stratified.tasks import ages, arithmetic, named
+from stratified.tasks import ages, arithmetic, draws, named
 from stratified.tasks.draws import generator
 
 SHARES = (0.25, 0.25, 0.25, 0.25)
@@ -65,7 +65,7 @@ def test_training_never_asks_what_is_held_out():
   training = {q.id for seed in range(5) for q in problems(seed=seed, held_out=False)}
   held_out = {q.id for q in problems(seed=9, held_out=True)}
   assert not training & held_out
-  assert all(arithmetic.is_held_out(arithmetic.problem_of(q)) for q in problems(held_out=True))
+  assert all(draws.is_held_out(q.id) for q in problems(held_out=True))
 
 
 def test_the_second_wording_uses_no_word_that_training_lacks():

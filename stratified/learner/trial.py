@@ -14,7 +14,6 @@ from stratified.losses import AGGREGATIONS
 from stratified.policy import heads
 from stratified.types import Batch
 
-
 NUM_STRATA = 2  # of the made-up rollouts
 
 

@@ -46,7 +46,7 @@ class RolloutSettings(Settings):
 
   SECTION = "rollout"
   samples_per_question: int = setting(
-    8, "rollouts of each question, its group", low=1, affects=["training"]
+    8, "rollouts of each question, its group", low=1, high=10_000, affects=["training"]
   )
   max_staleness: int = setting(
     0,
@@ -63,7 +63,7 @@ class WarmStartSettings(Settings):
   SECTION = "warm_start"
   num_steps: int = setting(0, "its steps; 0 has none", low=0, affects=["warm_start"])
   demonstrations_per_step: int = setting(
-    20, "demonstrations of a step", low=1, affects=["warm_start"]
+    20, "demonstrations of a step", low=1, high=100_000, affects=["warm_start"]
   )
   optimizer: str = setting(
     "muon", "the update rule", choices=optimizer.NAMES, affects=["warm_start"]
@@ -99,7 +99,9 @@ class EvalSettings(Settings):
   """When a run is evaluated, and on how much."""
 
   SECTION = "eval"
-  questions: int = setting(400, "questions of each held-out set", low=1, affects=["scores"])
+  questions: int = setting(
+    400, "questions of each held-out set", low=1, high=10**6, affects=["scores"]
+  )
   every: int = setting(
     0,
     "steps between evaluations during training; 0 is only before and after",
