@@ -31,7 +31,7 @@ class OptimizerSettings(Settings):
     20,
     "steps (rollout batches) over which the rate rises linearly",
     low=0,
-    high=10**6,
+    high=100_000,
     affects=("training",),
   )
   weight_decay: float = setting(
