@@ -85,8 +85,17 @@ SOURCES = ("rollouts",)  # of a method's own stages; the warm start's are demons
 
 def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
   """Returns the method's stages; refuses those that the trainer can't run one after the other."""
-  name, found = f"algorithm.name={config.algorithm.name!r}", method.stages(config.num_steps)
-  if not found or not all(isinstance(stage, Stage) for stage in found):
+  name = f"algorithm.name={config.algorithm.name!r}"
+  try:
+    found = method.stages(config.num_steps)
+  except Exception as error:
+    text = " ".join(str(error).split())[:200]
+    raise ValueError(f"{name} failed in stages with {type(error).__name__}: {text}") from error
+  if (
+    not isinstance(found, list | tuple)
+    or not found
+    or not all(isinstance(stage, Stage) for stage in found)
+  ):
     raise ValueError(f"{name} has the stages {found!r}; it must give one Stage at least")
   for stage in found:
     if stage.source not in SOURCES:
