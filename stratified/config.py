@@ -41,7 +41,7 @@ EFFECTS = {
 }
 NUMBERS = ("training", "warm_start", "answers")  # of a field that says nothing else
 
-# Sizes of numbers that have no bound of their own: int32 and float32 arithmetic bears no others.
+# Sizes of numbers without a bound of their own: what int32 and float32 arithmetic bears.
 LARGEST, SMALLEST = 10**9, 1e-30
 
 
@@ -155,21 +155,15 @@ def check(name: str, value: Any, rule: Rule) -> None:
       f"{name}={value!r} is unknown; choose one of {', '.join(sorted(map(str, rule.choices)))}"
     )
   values = value if isinstance(value, tuple | list) else (value,)
-  _check_size(name, _numbers(values), rule)
-  bounds = _bounds(rule)
-  held = all(abs(x) < math.inf and all(holds(x) for *_, holds in bounds) for x in _numbers(values))
-  if not held:
+  numbers, bounds = _numbers(values), _bounds(rule)
+  open_above = rule.high is None and rule.below is None
+  if open_above and any(LARGEST < abs(x) < math.inf for x in numbers):
+    bounds.append((f"{LARGEST} in size", "at most", lambda x: abs(x) <= LARGEST))
+  if rule.above == 0 and any(0 < x < SMALLEST for x in numbers):  # which float32 takes for 0
+    bounds.append((SMALLEST, "at least", lambda x: x >= SMALLEST))
+  if not all(abs(x) < math.inf and all(holds(x) for *_, holds in bounds) for x in numbers):
     words = " and ".join(f"{word} {limit}" for limit, word, _ in bounds)
     raise ValueError(f"{name}={value} must be {words}{', and ' if words else ''}finite")
-
-
-def _check_size(name: str, numbers: list, rule: Rule) -> None:
-  """Refuses what would overflow, or vanish: float32 takes the least numbers above 0 for 0."""
-  for x in numbers:
-    if rule.high is None and rule.below is None and LARGEST < abs(x) < math.inf:
-      raise ValueError(f"{name}={x} must be at most {LARGEST} in size")
-    if rule.above == 0 and 0 < x < SMALLEST:
-      raise ValueError(f"{name}={x} must be above 0, and at least {SMALLEST}")
 
 
 def _bounds(rule: Rule) -> list[tuple]:

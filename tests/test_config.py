@@ -80,9 +80,11 @@ def test_construction_checks_each_rule(change, sentence):
 
 def test_a_number_without_a_bound_of_its_own_has_one_of_size():
   assert Clip(steps=configs.LARGEST).steps == 10**9
-  with pytest.raises(ValueError, match="^clip.steps=1000000001 must be at most 1000000000 in size"):
+  with pytest.raises(
+    ValueError, match="^clip.steps=1000000001 must be .* at most 1000000000 in size"
+  ):
     Clip(steps=configs.LARGEST + 1)
-  with pytest.raises(ValueError, match=r"^clip.ratio=1e-40 must be above 0, and at least 1e-30"):
+  with pytest.raises(ValueError, match=r"^clip.ratio=1e-40 must be .* at least 1e-30"):
     Clip(ratio=1e-40)  # float32 takes it for 0
 
 
@@ -296,7 +298,7 @@ ACROSS = [
   ({"mesh.data": 0}, "mesh.data=0"),
   ({"mesh.data": -1, "mesh.fsdp": -1}, "mesh.data=-1, mesh.fsdp=-1"),
   ({"mesh.data": 4096}, "mesh.data=4096"),
-  ({"eval.questions": 2000}, "eval.questions=2000"),
+  ({"eval.questions": 2000}, "eval.questions asks for more"),
 ]
 
 
@@ -320,7 +322,7 @@ def test_sizes_that_a_mesh_can_not_split_are_named_as_fields():
   model = build.model_config(config)
   for changes, field in (
     ({}, "policy.num_kv_heads=1"),
-    ({"num_kv_heads": 2, "width": 18}, "policy.width=18"),
+    ({"num_kv_heads": 2, "width": 18, "vocab_size": 640}, "policy.width=18"),
   ):
     with pytest.raises(ValueError, match=f"^{field} can't be split over"):
       refusals.check_split(config, EightDevices, dataclasses.replace(model, **changes), 4)
@@ -472,12 +474,13 @@ def test_the_page_needs_no_workdir_and_takes_overrides():
 )
 def test_the_page_and_the_list_of_a_sweep_refuse_what_training_does(flags, sentence, tmp_path):
   trained = start("train", f"--workdir={tmp_path}", *flags)
-  assert trained.returncode == 1 and trained.stderr.startswith(sentence)
+  said = trained.stderr.splitlines()[-1]  # after what jax says of the devices
+  assert trained.returncode == 1 and said.startswith(sentence)
   explained = start("train", "--explain", *flags)
-  assert (explained.returncode, explained.stderr, explained.stdout) == (1, trained.stderr, "")
+  assert (explained.returncode, explained.stderr, explained.stdout) == (1, f"{said}\n", "")
   listed = start("sweep", "--seeds=1", f"--workdir={tmp_path}", "--list", *flags)
   assert (listed.returncode, listed.stdout) == (1, "")
-  assert listed.stderr == f"seed-0: {trained.stderr}"
+  assert listed.stderr == f"seed-0: {said}\n"
 
 
 def test_ctrl_c_ends_with_status_130(monkeypatch, capsys):
