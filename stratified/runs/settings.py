@@ -1,8 +1,10 @@
 """Lists the classes that declare a run's settings, and derives what follows from them."""
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 from stratified import algorithms, files
 from stratified import config as configs
@@ -145,6 +147,22 @@ CLASSES = (
 def default_config():
   """A ConfigDict with every field at its default, which presets change."""
   return configs.to_config(*CLASSES)
+
+
+def of_preset(presets: Mapping[str, Mapping[str, Any]], preset: str, file: str):
+  """The config of a preset: the defaults with its changes.
+
+  presets: name -> {dotted field: value}. file: whose presets they are, for the error. Raises
+  ValueError, one sentence, for a preset that does not exist.
+  """
+  if preset not in presets:
+    raise ValueError(
+      f"preset {preset!r} is unknown; choose one of {sorted(presets)}, as in "
+      f"{file}:{next(iter(presets))}"
+    )
+  config = default_config()
+  config.update_from_flattened_dict(presets[preset])
+  return config
 
 
 def read_workdir(workdir: pathlib.Path):

@@ -1,7 +1,8 @@
 """Reads workdirs: what a run's files hold, and how runs are found and named.
 
     config.json                       the run's config
-    metrics.jsonl                     a row a step, and rows of evaluations and of the warm start
+    metrics.jsonl                     a row a step, and rows of evaluations and of the warm start; of
+                                      two equal runs, time/* and *tokens_per_second alone differ
     evaluation.json                   the newest scores by question set
     trajectories/step_NNNNNN.jsonl    the rollouts of a step, one a line
 
