@@ -1,10 +1,12 @@
 """Reads workdirs: what a run's files hold, and how runs are found and named.
 
     config.json                       the run's config
-    metrics.jsonl                     a row a step, and rows of evaluations and of the warm start; of
-                                      two equal runs, time/* and *tokens_per_second alone differ
+    metrics.jsonl                     a row a step, and rows of evaluations and of the warm start
     evaluation.json                   the newest scores by question set
     trajectories/step_NNNNNN.jsonl    the rollouts of a step, one a line
+
+Of two equal runs, or of one that was resumed and one that was not, only what the clock measures
+differs in metrics.jsonl: time/* and *tokens_per_second.
 
 Other modules read these files through this one; beside it only what writes them (`writer`,
 `checkpoint`) opens them. `read` is lenient: what is missing or broken is empty and named in the
