@@ -37,11 +37,4 @@ PRESETS = {"tiny": TINY, "two_tools": TWO_TOOLS}
 
 
 def get_config(preset: str = "tiny"):
-  if preset not in PRESETS:
-    raise ValueError(
-      f"preset {preset!r} is unknown; choose one of {sorted(PRESETS)}, as in "
-      "configs/arithmetic.py:tiny"
-    )
-  config = settings.default_config()
-  config.update_from_flattened_dict(PRESETS[preset])
-  return config
+  return settings.of_preset(PRESETS, preset, "configs/arithmetic.py")

@@ -55,11 +55,4 @@ PRESETS = {"tiny": TINY, "smollm2": SMOLLM2, "base": BASE, "instruct": INSTRUCT}
 
 
 def get_config(preset: str = "tiny"):
-  if preset not in PRESETS:
-    raise ValueError(
-      f"preset {preset!r} is unknown; choose one of {sorted(PRESETS)}, as in "
-      "configs/search_e1.py:tiny"
-    )
-  config = settings.default_config()
-  config.update_from_flattened_dict(PRESETS[preset])
-  return config
+  return settings.of_preset(PRESETS, preset, "configs/search_e1.py")

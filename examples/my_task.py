@@ -41,11 +41,10 @@ def demonstrate(question: Question, rng: np.random.Generator) -> script.Script:
 def make(config) -> base.Task:
   tools = base.tools(config, {"letters": Letters})
   w = config.warm_start
-  task = base.Task(
-    tokenizer=numbers.build([WORDING], ["letters"], SYLLABLES),
-    protocol=base.protocol(config, tools),
-    limits=base.limits(config),
-    tools=tools,
+  task = base.make(
+    config,
+    tools,
+    tokenizer=lambda: numbers.build([WORDING], ["letters"], SYLLABLES),
     questions_at=lambda step: questions(config.data.questions_per_step, config.seed, step),
     held_out=lambda count: {"held_out": (questions(count, config.seed, 2**30), tools)},
     demonstrations=lambda step: script.collect(

@@ -49,7 +49,7 @@ from stratified.config import read
 from stratified.planning import compiled, costs
 from stratified.policy import sizes
 from stratified.policy.settings import PolicySettings, with_attention
-from stratified.runs import build, command_line, refusals
+from stratified.runs import build, command_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run.")
 _TOPOLOGY = flags.DEFINE_string(
@@ -112,7 +112,7 @@ def main(_) -> None:
   config, start = _CONFIG.value, time.perf_counter()
   try:
     devices, platform, device = devices_of(_TOPOLOGY.value)
-    refusals.check_settings(config)
+    build.check(config)
     model = decoder_of(config, platform)
     if _LAYERS.value:
       model = dataclasses.replace(model, num_layers=_LAYERS.value)

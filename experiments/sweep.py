@@ -21,6 +21,7 @@ time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import importlib.util
 import itertools
 import json
@@ -38,7 +39,7 @@ from ml_collections import config_flags
 from stratified import files
 from stratified.config import allowed, suggestion
 from stratified.reports import comparison
-from stratified.runs import command_line, sweeps
+from stratified.runs import build, command_line, sweeps
 from stratified.runs import settings as run_settings
 from stratified.runs import workdir as workdirs
 from stratified.runs.sweeps import Job
@@ -238,17 +239,15 @@ def listing(jobs: Sequence[Job]) -> str:
   )
 
 
-def check(jobs: Sequence[tuple[Job, Any]]) -> list[str]:
-  """Finds what experiments/train.py would refuse, before any run is started."""
-  from stratified.runs import build  # it asks for devices, which are the runs' otherwise
-
-  refused = []
+def refused(jobs: Sequence[tuple[Job, Any]], look: Callable[[Any], Any]) -> str:
+  """A line for each run that experiments/train.py would refuse; `look` raises for its config."""
+  lines = []
   for job, config in jobs:
     try:
-      build.build(config, task=False)
-    except (ValueError, FileNotFoundError) as error:
-      refused.append(f"{job.name}: {error}")
-  return refused
+      look(config)
+    except (ValueError, OSError) as error:
+      lines.append(f"{job.name}: {error}")
+  return "\n".join(lines)
 
 
 def main(_) -> None:
@@ -266,10 +265,13 @@ def main(_) -> None:
     )
   every = [job for job, _ in jobs]
   if _LIST.value:
+    build.leave_devices()
+    if said := refused(jobs, build.check):
+      sys.exit(said)
     print(listing(every))
     return
   if _CHECK.value:
-    sys.exit("\n".join(check(jobs)) or 0)
+    sys.exit(refused(jobs, functools.partial(build.build, task=False)) or 0)
   relay = sweeps.Relay()
   chosen = every if index is None else [every[index]]
   if index is None and not all(map(sweeps.finished, every)):

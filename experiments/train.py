@@ -31,7 +31,10 @@ from stratified.sampling.sglang.errors import SamplerError
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train, and how.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go.")
 _EXPLAIN = command_line.define_choice(
-  "explain", "text", ["text", "markdown"], "Print every field of the config, and do nothing."
+  "explain",
+  "text",
+  ["text", "markdown"],
+  "Print every field of the config, or what is wrong in it, and do nothing.",
 )
 
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Processes that train together.", lower_bound=1)
@@ -42,6 +45,11 @@ _COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of the first of
 def main(_) -> None:
   config = _CONFIG.value
   if _EXPLAIN.value:
+    build.leave_devices()
+    try:
+      build.check(config)
+    except ValueError as error:
+      sys.exit(f"{error}")
     print({"text": explain.text, "markdown": explain.markdown}[_EXPLAIN.value](config), end="")
     return
   if _WORKDIR.value is None:

@@ -41,6 +41,9 @@ EFFECTS = {
 }
 NUMBERS = ("training", "warm_start", "answers")  # of a field that says nothing else
 
+# Sizes of numbers without a bound of their own: what int32 and float32 arithmetic bears.
+LARGEST, SMALLEST = 10**9, 1e-30
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -81,7 +84,7 @@ def setting(
     default: its value where nobody gives one; None is "not given" for a type like `float | None`.
     meaning: one line, for the page of all fields.
     low, high: least and greatest value allowed; above, below: the same, the bound itself excluded.
-      Of a tuple they bound each number.
+      Of a tuple they bound each number. Without high or below a number is at most LARGEST in size.
     choices: the values allowed.
     affects: which of EFFECTS change with it; () and ("rounding",) may change when a run resumes.
     grows: a resumed run may raise it.
@@ -152,9 +155,13 @@ def check(name: str, value: Any, rule: Rule) -> None:
       f"{name}={value!r} is unknown; choose one of {', '.join(sorted(map(str, rule.choices)))}"
     )
   values = value if isinstance(value, tuple | list) else (value,)
-  bounds = _bounds(rule)
-  held = all(math.isfinite(x) and all(holds(x) for *_, holds in bounds) for x in _numbers(values))
-  if not held:
+  numbers, bounds = _numbers(values), _bounds(rule)
+  open_above = rule.high is None and rule.below is None
+  if open_above and any(LARGEST < abs(x) < math.inf for x in numbers):
+    bounds.append((f"{LARGEST} in size", "at most", lambda x: abs(x) <= LARGEST))
+  if rule.above == 0 and any(0 < x < SMALLEST for x in numbers):  # which float32 takes for 0
+    bounds.append((SMALLEST, "at least", lambda x: x >= SMALLEST))
+  if not all(abs(x) < math.inf and all(holds(x) for *_, holds in bounds) for x in numbers):
     words = " and ".join(f"{word} {limit}" for limit, word, _ in bounds)
     raise ValueError(f"{name}={value} must be {words}{', and ' if words else ''}finite")
 
@@ -292,14 +299,21 @@ def names(config: Mapping[str, Any]) -> list[str]:
   return [name for name, value in files.flatten(values).items() if value != {}]
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-  """`; did you mean x?` for a mistyped dotted name, or nothing where no field is like it."""
-  known = list(known)
-  last = name.rpartition(".")[2]
-  same = [one for one in known if one.rpartition(".")[2] == last]
-  close = difflib.get_close_matches(name, known, 1, 0.7)
-  found = close or same[:3]
-  return f"; did you mean {' or '.join(found)}?" if found else ""
+def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+  """`; did you mean x?` for a mistyped dotted name, or nothing where no field is like it.
+
+  The nearest section counts first, then what is like the field in it, then fields of that very name
+  in other sections, then any of the section. prefix: stands before each name in the answer.
+  """
+  section, _, last = name.rpartition(".")
+  parts = [(one, *one.rpartition(".")[::2]) for one in known]
+  near = difflib.get_close_matches(section, dict.fromkeys(where for _, where, _ in parts), 1, 0.6)
+  inside = {field: one for one, where, field in parts if [where] == near}
+  begun = [field for field in inside if last and (field.startswith(last) or last.startswith(field))]
+  alike = [last] if last in inside else begun or difflib.get_close_matches(last, inside, 1, 0.5)
+  same = [one for one, _, field in parts if field == last]
+  found = [inside[field] for field in alike] or same or (list(inside.values()) if section else [])
+  return f"; did you mean {' or '.join(prefix + one for one in found[:3])}?" if found else ""
 
 
 def _plain(value: Any) -> Any:

@@ -16,9 +16,9 @@ import numbers
 import re
 import string
 
-from stratified import outside
+from stratified import made_up, outside
 from stratified.config import setting, Settings
-from stratified.types import Call, Question, Segment, Trajectory, Turn
+from stratified.types import Trajectory
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -137,6 +137,7 @@ PARTS: dict[str, Callable[[Trajectory], float]] = {
 
 _TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+(?:\.\d+)?|\.\d+)\s*\*\s*)?([A-Za-z_][\w.]*(?::\w+)?)\s*")
 _TAKEN = ("mean", "exact_match")
+LARGEST = 1e6  # size of a weight and of a part: float32 holds squares of their sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +205,11 @@ def make(name: str) -> Reward:
         f"0.1*format', of {', '.join(PARTS)} or your own as module:function"
       )
     sign, weight, part = match.groups()
+    if float(weight or 1) > LARGEST:
+      raise ValueError(
+        f"reward.name is {name[:80]!r}, which gives {part!r} the weight {float(weight):g}; it must "
+        f"be at most {LARGEST:g}"
+      )
     label, function = _part(part, name)
     terms.append((float(weight or 1) * (-1 if sign == "-" else 1), label, function))
     at = match.end()
@@ -223,7 +229,7 @@ def _part(part: str, name: str) -> tuple[str, Callable[[Trajectory], float]]:
       )
     return part, PARTS[part]
   function = outside.function("reward.name", part, "a Trajectory")
-  for rollout in made_up_rollouts():
+  for rollout in made_up.rollouts():
     outside.trial("reward.name", part, functools.partial(function, rollout), _no_number)
   label = part.partition(":")[2]
   if label in (*_TAKEN, *PARTS):
@@ -237,27 +243,14 @@ def _no_number(value) -> str | None:
   if not isinstance(value, numbers.Real) and not hasattr(value, "dtype"):
     return "a reward is a number"
   try:
-    finite = math.isfinite(value)
+    value = float(value)
+  except OverflowError:
+    value = math.inf
   except (TypeError, ValueError):
     return "a reward is one number"
-  return None if finite else "a reward is a finite number"
-
-
-def made_up() -> Trajectory:
-  """A rollout with a search and a right answer, to try functions on."""
-  question = Question("made-up", "Where is the sea?", ("Oslo",), "made-up", 1)
-  prompt, said = Segment((1, 2), "prompt"), Segment((3,), "policy", (-0.5,))
-  call = Call("search", "sea", "hit", ("1",))
-  turns = (Turn("call", "<search> sea</search>", (call,)), Turn("answer", "<answer> Oslo</answer>"))
-  return Trajectory(question, 0, (prompt, said), turns, "Oslo")
-
-
-def made_up_rollouts() -> tuple[Trajectory, ...]:
-  """Rollouts of every kind: right after a search, without an answer, and with an invalid turn."""
-  right = made_up()
-  silent = dataclasses.replace(right, turns=right.turns[:1], answer=None, stop="turns")
-  invalid = dataclasses.replace(right, turns=(Turn("invalid", "hm"),), answer=None, stop="length")
-  return right, silent, invalid
+  if not math.isfinite(value):
+    return "a reward is a finite number"
+  return None if abs(value) <= LARGEST else f"a reward is at most {LARGEST:g} in size"
 
 
 def parts_row(scores: Sequence[Score]) -> dict[str, float]:

@@ -57,18 +57,17 @@ def make_mesh(
   sizes = [data, fsdp, tensor]
   if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
     raise ValueError(
-      f"mesh {sizes}: every axis needs a size of at least 1, and at most one may be -1 (what is "
-      "left)"
+      f"mesh.data={data}, mesh.fsdp={fsdp} and mesh.tensor={tensor} must each be at least 1, but "
+      "that one of them may be -1 (what is left)"
     )
   if -1 in sizes:
     known = math.prod(size for size in sizes if size != -1)
     sizes[sizes.index(-1)] = max(1, len(devices) // known)
   if math.prod(sizes) > len(devices):
     raise ValueError(
-      f"mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} needs {math.prod(sizes)} devices, "
-      f"{len(devices)} are here; "
-      "lower --config.mesh.*, or force CPU devices with "
-      "XLA_FLAGS=--xla_force_host_platform_device_count=N"
+      f"mesh.data={sizes[0]} x mesh.fsdp={sizes[1]} x mesh.tensor={sizes[2]} needs "
+      f"{math.prod(sizes)} devices, {len(devices)} are here; lower --config.mesh.*, or force CPU "
+      "devices with XLA_FLAGS=--xla_force_host_platform_device_count=N"
     )
   return jax.make_mesh(
     tuple(sizes), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[: math.prod(sizes)]
@@ -177,11 +176,12 @@ def check_divisible(mesh, sizes: dict[str, tuple[str, int]]) -> None:
 
   `sizes` maps a readable name to (logical axis, size).
   """
-  for name, (axis, size) in sizes.items():
-    rule = RULES[axis]
-    shards = math.prod(mesh.shape[a] for a in ((rule,) if isinstance(rule, str) else rule or ()))
+  for name, (logical, size) in sizes.items():
+    rule = RULES[logical]
+    axes = (rule,) if isinstance(rule, str) else rule or ()
+    shards = math.prod(mesh.shape[a] for a in axes)
     if size % shards:
       raise ValueError(
-        f"{name} = {size} can't be split over {shards} devices (mesh axes {rule}); "
+        f"{name}={size} can't be split over {shards} devices (mesh axes {rule}); "
         f"choose a multiple of {shards} or a smaller --config.mesh.*"
       )

@@ -11,9 +11,8 @@ import functools
 import hashlib
 from typing import NamedTuple
 
-from stratified import outside
+from stratified import made_up, outside
 from stratified.config import setting, Settings
-from stratified.rewards import made_up_rollouts
 from stratified.types import Trajectory
 
 
@@ -138,8 +137,12 @@ class StrataSettings(Settings):
     "the partition: searches, calls, tools, outcome, ... (strata.py), A*B, random, module:function",
     affects=("training",),
   )
-  cap: int = setting(4, "counts from 0 to here get a stratum each", low=1, affects=("training",))
+  cap: int = setting(
+    4, "counts from 0 to here get a stratum each", low=1, high=1000, affects=("training",)
+  )
 
+
+MOST = 4096  # strata of a partition; each has a key in every row of metrics.jsonl
 
 # Each with the number of strata at a cap: counts above the cap share its stratum.
 _BY_TRAJECTORY = {
@@ -169,9 +172,9 @@ def make(
   cap    counts from 0 to cap get a stratum each, larger ones share the last (also for
          "module:function")
   seed   of "random"; its base is searches, or calls in a task that searches nothing
-  tools  the task's tools; None where they are not known yet
+  tools  the task's tools; None where they are not known, for a partition that splits nothing
 
-  Raises ValueError, one sentence, for an unknown name or a cap below 1.
+  Raises ValueError, one sentence, for an unknown name, a cap below 1, and more than MOST strata.
   """
   if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
     raise ValueError(
@@ -186,28 +189,52 @@ def make(
       )
     base = base or ("searches" if "search" in (tools or ("search",)) else "calls")
     return shuffled(make(base, cap=cap, seed=seed, tools=tools), seed)
-  parts = [part.strip() for part in str(name).split("*")]
-  return functools.reduce(product, [_one(part, name, cap, tools) for part in parts])
+  check(name, tools)
+  made = functools.reduce(product, [_one(part, cap, tools or ()) for part in parts_of(name)])
+  if made.num_strata > MOST:
+    raise ValueError(
+      f"strata.name={name!r} with strata.cap={cap} has {made.num_strata} strata; it must have at "
+      f"most {MOST}: lower the cap, or cross fewer"
+    )
+  return made
 
 
-def _one(part: str, name: str, cap: int, tools: Sequence[str] | None) -> Partition:
+def check(name: str, tools: Sequence[str] | None = None) -> None:
+  """Raises ValueError, one sentence, for a name that is no partition.
+
+  tools: the task's; None where they are not known yet, so that any may be named.
+  """
+  if name == "random":
+    return
+  for part in parts_of(name):
+    tool = part.removeprefix("calls_")
+    if ":" in part:
+      function = outside.function("strata.name", part, "a Trajectory")
+      for rollout in made_up.rollouts():
+        outside.trial("strata.name", part, functools.partial(function, rollout), _no_stratum)
+    elif part not in (*_BY_TRAJECTORY, "tools") and (
+      tool == part or tools is not None and tool not in tools
+    ):
+      names = [*_BY_TRAJECTORY, "tools", *(f"calls_{tool}" for tool in tools or ()), "random"]
+      raise ValueError(
+        f"strata.name is {name!r}, and {part!r} is no partition; choose from {', '.join(names)}, "
+        "two of them crossed as in 'searches*outcome', or your own as 'module:function'"
+      )
+
+
+def parts_of(name: str) -> list[str]:
+  """Splits `searches*outcome` into its parts."""
+  return [part.strip() for part in str(name).split("*")]
+
+
+def _one(part: str, cap: int, tools: Sequence[str]) -> Partition:
+  """Makes a part whose name was checked."""
   if ":" in part:
-    function = outside.function("strata.name", part, "a Trajectory")
-    for rollout in made_up_rollouts():
-      outside.trial("strata.name", part, functools.partial(function, rollout), _no_stratum)
-    return by_trajectory(function, cap + 1)
+    return by_trajectory(outside.load("strata.name", part), cap + 1)
   if part in _BY_TRAJECTORY:
     function, num_strata = _BY_TRAJECTORY[part]
     return by_trajectory(function, num_strata(cap))
-  known = tools or ()
   if part == "tools":
-    count = 2 if tools is None else len(known)
-    return by_trajectory(lambda trajectory: tools_used(trajectory, known), 2**count)
+    return by_trajectory(functools.partial(tools_used, tools=tools), 2 ** len(tools))
   tool = part.removeprefix("calls_")
-  if tool != part and (tools is None or tool in tools):
-    return by_trajectory(lambda trajectory: trajectory.num_calls(tool), cap + 1)
-  names = [*_BY_TRAJECTORY, "tools", *(f"calls_{tool}" for tool in known), "random"]
-  raise ValueError(
-    f"strata.name is {name!r}, and {part!r} is no partition; choose from {', '.join(names)}, two "
-    "of them crossed as in 'searches*outcome', or your own as 'module:function'"
-  )
+  return by_trajectory(lambda trajectory: trajectory.num_calls(tool), cap + 1)

@@ -78,6 +78,35 @@ def test_construction_checks_each_rule(change, sentence):
   assert str(error.value) == sentence
 
 
+def test_a_number_without_a_bound_of_its_own_has_one_of_size():
+  assert Clip(steps=configs.LARGEST).steps == 10**9
+  with pytest.raises(
+    ValueError, match="^clip.steps=1000000001 must be .* at most 1000000000 in size"
+  ):
+    Clip(steps=configs.LARGEST + 1)
+  with pytest.raises(ValueError, match=r"^clip.ratio=1e-40 must be .* at least 1e-30"):
+    Clip(ratio=1e-40)  # float32 takes it for 0
+
+
+@pytest.mark.parametrize(
+  "typed, found",
+  [
+    ("los.clip", "loss.clip_ratio or loss.clip_ratio_high"),
+    ("loss.clip", "loss.clip_ratio or loss.clip_ratio_high"),
+    ("advantge.alpha", "advantage.alpha"),
+    ("advantage.alhpa", "advantage.alpha"),
+    ("retreiver.urll", "retriever.url"),
+    ("sed", "seed"),
+    ("kappa", "advantage.kappa"),
+    ("optimizer.lr", "optimizer.name or optimizer.learning_rate or optimizer.warmup_steps"),
+    ("foo.bar", None),
+  ],
+)
+def test_a_mistyped_name_is_answered_with_the_nearest_field(typed, found):
+  wanted = f"; did you mean {found}?" if found else ""
+  assert configs.suggestion(typed, RULES) == wanted
+
+
 def test_what_is_free_affects_no_more_than_rounding():
   assert configs.free(configs.rules(Clip)) == ("clip.name", "clip.url")
   assert configs.unaffected(configs.rules(Clip), "training") == ("clip.name", "clip.url")
@@ -112,6 +141,10 @@ def breaking(rule: configs.Rule):
     yield "high", wrap(kind(rule.high + 1))
   if rule.below is not None:
     yield "below", wrap(kind(rule.below))
+  if kind in (int, float) and not rule.choices:
+    yield "huge", wrap(kind(10**30))
+  if kind is int and not rule.choices:
+    yield "endless", wrap(10**400)  # float() of it overflows
 
 
 BREAKS = [
@@ -203,6 +236,96 @@ def test_what_may_change_on_resume_is_what_the_contract_names():
 def test_a_group_of_one_is_refused_where_it_leaves_nothing_to_learn(changes, sentence):
   with pytest.raises(ValueError, match=f"samples_per_question=1 leaves.*{sentence}|{sentence}"):
     build.build(smallest(**{"rollout.samples_per_question": 1} | changes), task=False)
+
+
+# Every refusal that looks at several fields: its changes, and the field that it must begin with.
+ACROSS = [
+  (
+    {"algorithm.name": "gigpo", "rollout.samples_per_question": 1},
+    "rollout.samples_per_question=1",
+  ),
+  ({"algorithm.name": "sarsa"}, "algorithm.name='sarsa'"),
+  ({"advantage.name": "gae"}, "advantage.name='gae'"),
+  ({"advantage.name": "gn", "advantage.kappa": 1.0}, "advantage.kappa=1.0"),
+  ({"advantage.alpha_end": 0.0}, "advantage.alpha_end and advantage.alpha_steps"),
+  ({"advantage.ddof": 3}, "advantage.ddof=3"),
+  ({"loss.dual_clip": 0.5}, "loss.dual_clip=0.5"),
+  (
+    {"loss.old_log_probs": "sampler", "loss.importance_cap": 2.0},
+    "loss.importance_cap=2.0 with loss.old_log_probs",
+  ),
+  ({"loss.importance": "sequence"}, "loss.importance='sequence'"),
+  ({"rollout.max_staleness": 1}, "rollout.max_staleness=1"),
+  ({"lora.targets": "q,q"}, "lora.targets='q,q'"),
+  ({"lora.targets": "x"}, "lora.targets='x'"),
+  ({"lora.rank": 2, "optimizer.name": "muon"}, "optimizer.name='muon'"),
+  ({"lora.rank": 2, "optimizer.name": "adamw", "memory.reference": "host"}, "memory.reference="),
+  ({"lora.rank": 500, "optimizer.name": "adamw"}, "lora.rank=500"),
+  ({"policy.num_kv_heads": 3}, "policy.num_heads=2"),
+  ({"policy.attention": "cudnn"}, "policy.attention='cudnn'"),
+  ({"policy.logit_chunk": 50}, "policy.logit_chunk=50"),
+  ({"packing.row_length": 64}, "packing.row_length=64"),
+  ({"update.mini_batches": 3}, "update.mini_batches=3"),
+  ({"update.epochs": 6000}, "update.epochs=6000"),
+  ({"rollout.answer_tokens": 128}, "rollout.answer_tokens=128"),
+  ({"rollout.max_observation_tokens": 2}, "rollout.max_observation_tokens is 2"),
+  ({"rollout.max_turns": 2}, "warm_start.mixture="),
+  ({"rollout.protocol": "tool_calls"}, "rollout.protocol='tool_calls'"),
+  ({"rollout.chat_template": True}, "rollout.chat_template=True"),
+  ({"rollout.protocol": "search_r1"}, "rollout.protocol='search_r1'"),
+  ({"rollout.protocol": "rag", "rollout.max_turns": 0, "warm_start.num_steps": 0}, "rollout.max_t"),
+  ({"data.hop_shares": (0.5, 0.5, 0.5, 0.5)}, "data.hop_shares="),
+  ({"warm_start.mixture": (0.5,)}, "warm_start.mixture="),
+  ({"task.name": "arithmetic", "data.largest": 200}, "data.largest=200"),
+  ({"task.name": "ages", "data.entities": 2400}, "data.entities=2400"),
+  ({"task.name": "cooking"}, "task.name='cooking'"),
+  ({"task.name": "search_qa"}, "policy.checkpoint is empty"),
+  ({"tools": "clock"}, "tools='clock'"),
+  ({"tools": "search,search"}, "tools='search,search'"),
+  ({"strata.name": "moods"}, "strata.name is 'moods'"),
+  ({"strata.name": "calls_clock"}, "strata.name is 'calls_clock'"),
+  (
+    {"strata.name": "searches*calls", "strata.cap": 100},
+    "strata.name='searches*calls' with strata",
+  ),
+  ({"reward.name": "luck"}, "reward.name is 'luck'"),
+  ({"reward.name": "2000000*f1"}, "reward.name is '2000000*f1'"),
+  ({"reward.name": f"{'9' * 400}*f1"}, "reward.name is '999"),
+  ({"retriever.name": "http", "retriever.url": "localhost"}, "retriever.url='localhost'"),
+  ({"retriever.name": "dense"}, "retriever.index=''"),
+  ({"sampler.name": "sglang"}, "sampler.urls is empty"),
+  ({"sampler.devices": 9}, "sampler.devices=9"),
+  ({"mesh.data": 0}, "mesh.data=0"),
+  ({"mesh.data": -1, "mesh.fsdp": -1}, "mesh.data=-1, mesh.fsdp=-1"),
+  ({"mesh.data": 4096}, "mesh.data=4096"),
+  ({"eval.questions": 2000}, "eval.questions asks for more"),
+]
+
+
+@pytest.mark.parametrize("changes, field", ACROSS, ids=lambda value: str(value)[:60])
+def test_a_refusal_across_fields_begins_with_the_dotted_name_of_one(changes, field):
+  with pytest.raises((ValueError, OSError)) as error:
+    build.build(smallest(**changes))
+  said = str(error.value)
+  assert said.startswith(field) and "\n" not in said
+  assert any(name in said for name in RULES)
+
+
+class EightDevices:
+  """What a refusal reads of a mesh."""
+
+  shape = {"data": 1, "fsdp": 4, "tensor": 2}
+
+
+def test_sizes_that_a_mesh_can_not_split_are_named_as_fields():
+  config = smallest(**{"data.questions_per_step": 8})
+  model = build.model_config(config)
+  for changes, field in (
+    ({}, "policy.num_kv_heads=1"),
+    ({"num_kv_heads": 2, "width": 18, "vocab_size": 640}, "policy.width=18"),
+  ):
+    with pytest.raises(ValueError, match=f"^{field} can't be split over"):
+      refusals.check_split(config, EightDevices, dataclasses.replace(model, **changes), 4)
 
 
 @pytest.mark.parametrize(
@@ -307,6 +430,8 @@ def start(program, *flags):
   [
     ("train", ["--config.advantage.alhpa=1"], "--config.advantage.alhpa is no field of a config; "
      "did you mean --config.advantage.alpha?"),
+    ("train", ["--config.los.clip=1"], "--config.los.clip is no field of a config; did you mean "
+     "--config.loss.clip_ratio or"),
     ("train", ["--config.num_steps=abc"], "--config.num_steps=abc must be a whole number, at "),
     ("train", ["--config=configs/search_r1.py:bix"], "--config=configs/search_r1.py:bix: preset "
      "'bix' is unknown; choose one of"),
@@ -335,6 +460,27 @@ def test_every_program_goes_through_the_one_command_line():
 def test_the_page_needs_no_workdir_and_takes_overrides():
   done = start("train", "--config.seed=7", "--explain")
   assert done.returncode == 0 and re.search(r"^seed +7 \(default 0\)", done.stdout)
+
+
+@pytest.mark.parametrize(
+  "flags, sentence",
+  [
+    (["--config.strata.cap=0"], "strata.cap=0 must be at least 1 and at most 1000"),
+    (["--config.advantage.name=gm"], "advantage.name='gm' is no estimator"),
+    (["--config.rollout.samples_per_question=1"], "rollout.samples_per_question=1 leaves"),
+    (["--config.reward.name=luck"], "reward.name is 'luck'"),
+    (["--config.algorithm.name=sys:path"], "algorithm.name is 'sys:path'"),
+  ],
+)
+def test_the_page_and_the_list_of_a_sweep_refuse_what_training_does(flags, sentence, tmp_path):
+  trained = start("train", f"--workdir={tmp_path}", *flags)
+  said = trained.stderr.splitlines()[-1]  # after what jax says of the devices
+  assert trained.returncode == 1 and said.startswith(sentence)
+  explained = start("train", "--explain", *flags)
+  assert (explained.returncode, explained.stderr, explained.stdout) == (1, f"{said}\n", "")
+  listed = start("sweep", "--seeds=1", f"--workdir={tmp_path}", "--list", *flags)
+  assert (listed.returncode, listed.stdout) == (1, "")
+  assert listed.stderr == f"seed-0: {said}\n"
 
 
 def test_ctrl_c_ends_with_status_130(monkeypatch, capsys):

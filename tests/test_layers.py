@@ -16,7 +16,7 @@ PACKAGES = ("stratified", "configs", "experiments")
 # package its own modules. Two rooms on one line know nothing of each other.
 ORDER = [
   ("types", "files"),
-  ("config",),
+  ("config", "made_up"),
   ("sharding", "imports", "progress", "outside"),
   ("losses", "advantages", "rewards"),
   ("strata",),
@@ -59,6 +59,7 @@ WITHOUT_JAX = [
   "imports",
   "progress",
   "outside",
+  "made_up",
   "rewards",
   "strata",
   "retrieval",

@@ -127,8 +127,8 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
     (dict(learning_rate=float("nan")), "learning_rate=nan must be above 0"),
     (dict(warmup_steps=-1), "warmup_steps=-1"),
     (dict(decay_steps=-2), "decay_steps=-2"),
-    (dict(b1=1.0), "b1=1.0 must be at least 0 and below 1"),
-    (dict(b2=-0.1), "b2=-0.1 must be at least 0 and below 1"),
+    (dict(b1=1.0), "b1=1.0 must be at least 0 and at most 0.999999"),
+    (dict(b2=-0.1), "b2=-0.1 must be at least 0 and at most 0.999999"),
     (dict(weight_decay=-0.1), "weight_decay=-0.1"),
     (dict(clip_norm=0.0), "clip_norm=0.0"),
     (dict(clip_norm=-1.0), "clip_norm=-1.0"),
@@ -138,3 +138,12 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
 def test_settings_out_of_range_are_refused_in_words(changes, sentence):
   with pytest.raises(ValueError, match=sentence):
     optimizer.make(**dict(learning_rate=1e-3) | changes)
+
+
+@pytest.mark.parametrize("decay", [optimizer.LARGEST_DECAY, 1 - 1e-8])
+def test_the_largest_decay_is_one_that_float32_tells_from_1(decay):
+  """Adam divides by 1 - decay; beyond the bound, its update is not finite."""
+  params = {"gate": jnp.ones((1, 3, 4))}
+  chain = optax.adamw(1e-3, b1=decay, b2=decay)
+  moves, _ = chain.update(params, chain.init(params), params)
+  assert np.isfinite(moves["gate"]).all() == (decay == optimizer.LARGEST_DECAY)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from stratified import outside, rewards, strata
+from stratified import made_up, outside, rewards, strata
 from stratified.runs.stages import blame
 from stratified.runs.stop import OutsideFailed
 
@@ -14,6 +14,8 @@ value = 3
 def good(trajectory): return len(trajectory.answer or "")
 def none(trajectory): return None
 def text(trajectory): return "1"
+def huge(trajectory): return 1e300
+def whole(trajectory): return 10**400
 def nan(trajectory): return math.nan
 def array(trajectory):
   import numpy as np
@@ -80,10 +82,13 @@ def test_a_module_that_ends_the_program_is_a_mistake_and_no_success(tmp_path, mo
     ("builtins:len", "failed on a made-up rollout with TypeError"),
     ("outside_module:none", "which returned None: a reward is a number"),
     ("outside_module:text", "which returned '1': a reward is a number"),
+    ("outside_module:huge", "which returned 1e.300: a reward is at most 1e.06 in size"),
+    ("outside_module:whole", "a reward is a finite number"),
     ("outside_module:nan", "which returned nan: a reward is a finite number"),
     ("outside_module:array", "a reward is one number"),
     ("outside_module:failing", "failed on a made-up rollout with KeyError: 'x'"),
     ("outside_module:ending", "failed on a made-up rollout with SystemExit"),
+    ("2000000*f1", "which gives 'f1' the weight 2e.06; it must be at most 1e.06"),
     ("outside_module:exact_match", "a part called 'exact_match' exists"),
   ],
 )
@@ -96,7 +101,7 @@ def test_what_is_no_reward(spec, message):
 
 def test_what_is_one():
   score = rewards.make("2*outside_module:good + exact_match - outside_module:method")(
-    rewards.made_up()
+    made_up.rollouts(2)[1]
   )
   assert score.total == 2 * 4 + 1 - 1
   assert dict(score.parts) == {"good": 4.0, "exact_match": 1.0, "method": 1.0}
@@ -110,7 +115,7 @@ def test_keyword_arguments_are_part_of_the_signature():
 def test_a_reward_that_is_wrong_only_later_names_the_rollout():
   import dataclasses
 
-  reward, one = rewards.make("outside_module:late"), rewards.made_up()
+  reward, one = rewards.make("outside_module:late"), made_up.rollouts(1)[0]
   later = dataclasses.replace(one, question=dataclasses.replace(one.question, id="q9"), sample=3)
   with pytest.raises(ValueError, match="the reward 'late' of rollout 3 of question 'q9' is inf"):
     reward(later)

@@ -69,7 +69,7 @@ def test_an_optimizer_is_made_of_the_settings():
     (PolicySettings, dict(unroll=0), "policy.unroll=0 must be at least 1"),
     (PolicySettings, dict(logit_chunk=-1), "policy.logit_chunk=-1 must be at least 0"),
     (PolicySettings, dict(width=0), "policy.width=0 must be at least 1"),
-    (PolicySettings, dict(rope_theta=0.0), "policy.rope_theta=0.0 must be above 0"),
+    (PolicySettings, dict(rope_theta=0.0), "policy.rope_theta=0.0 must be at least 1"),
     (PolicySettings, dict(width=20), "policy.width=20 must be an even multiple of .*num_heads=4"),
     (PolicySettings, dict(num_kv_heads=3), "num_heads=4 must be a multiple of .*num_kv_heads=3"),
     (LoraSettings, dict(rank=-1), "lora.rank=-1 must be at least 0"),
@@ -77,7 +77,7 @@ def test_an_optimizer_is_made_of_the_settings():
     (LoraSettings, dict(rank=1, targets="q,embed"), "lora.targets='q,embed' must name each layer"),
     (OptimizerSettings, dict(name="adamax"), "optimizer.name='adamax' is unknown; .* muon"),
     (OptimizerSettings, dict(learning_rate=0.0), "optimizer.learning_rate=0.0 must be above 0"),
-    (OptimizerSettings, dict(b2=1.0), "optimizer.b2=1.0 must be at least 0 and below 1"),
+    (OptimizerSettings, dict(b2=1.0), "optimizer.b2=1.0 must be at least 0 and at most 0.999999"),
   ],
 )
 def test_what_breaks_a_rule_is_refused_by_name(cls, changes, sentence):

@@ -177,12 +177,13 @@ def test_a_mesh_has_three_explicit_axes_and_minus_one_takes_what_is_left():
 @pytest.mark.parametrize(
   "sizes, sentence",
   [
-    ((0, 1, 1), r"mesh \[0, 1, 1\].*at least 1"),
-    ((-1, -1, 1), r"at most one may be -1"),
+    ((0, 1, 1), r"mesh.data=0, mesh.fsdp=1 and mesh.tensor=1 must each be at least 1"),
+    ((-1, -1, 1), r"one of them may be -1"),
     ((1, -2, 1), r"at least 1"),
     (
       (2, 3, 1),
-      r"data=2 fsdp=3 tensor=1 needs 6 devices, 1 are here.*--config\.mesh.*device_count",
+      r"mesh.data=2 x mesh.fsdp=3 x mesh.tensor=1 needs 6 devices, 1 are here.*"
+      r"--config\.mesh.*device_count",
     ),
     ((2, -1, 1), r"needs 2 devices, 1 are here"),
   ],
@@ -218,10 +219,10 @@ def test_sizes_that_the_mesh_cannot_split_are_refused_with_the_divisor():
   )
   with pytest.raises(
     ValueError,
-    match=r"packing\.rows = 6 can't be split over 4 devices.*multiple of 4.*--config\.mesh",
+    match=r"packing\.rows=6 can't be split over 4 devices.*multiple of 4.*--config\.mesh",
   ):
     sharding.check_divisible(EightDevices, {"packing.rows": ("row", 6)})
-  with pytest.raises(ValueError, match=r"num_kv_heads = 1 can't be split over 2 devices.*tensor"):
+  with pytest.raises(ValueError, match=r"num_kv_heads=1 can't be split over 2 devices.*tensor"):
     sharding.check_divisible(EightDevices, {"num_kv_heads": ("kv_heads", 1)})
 
 

@@ -8,7 +8,7 @@ import pytest
 from configs import arithmetic as presets
 from configs import search_r1
 from stratified.runs import build
-from stratified.tasks import ages, arithmetic, named
+from stratified.tasks import ages, arithmetic, draws, named
 from stratified.tasks.draws import generator
 
 SHARES = (0.25, 0.25, 0.25, 0.25)
@@ -65,7 +65,7 @@ def test_training_never_asks_what_is_held_out():
   training = {q.id for seed in range(5) for q in problems(seed=seed, held_out=False)}
   held_out = {q.id for q in problems(seed=9, held_out=True)}
   assert not training & held_out
-  assert all(arithmetic.is_held_out(arithmetic.problem_of(q)) for q in problems(held_out=True))
+  assert all(draws.is_held_out(q.id) for q in problems(held_out=True))
 
 
 def test_the_second_wording_uses_no_word_that_training_lacks():
@@ -176,10 +176,25 @@ def test_tools_by_name():
   task = named.make(config("two_tools", tools="calculator, search"))
   assert task.tool_names == ("calculator", "search") == task.protocol.tools
   assert named.make(config("two_tools", tools="search")).tool_names == ("search",)
-  with pytest.raises(ValueError, match="tools names 'clock', which is no tool of this task"):
+  with pytest.raises(ValueError, match="tools='clock' names 'clock', which is no tool"):
     named.make(config(tools="clock"))
   with pytest.raises(ValueError, match="two tools are called 'calculator'"):
     named.make(config(tools="calculator,stratified.tools.calculator:Calculator"))
+
+
+@pytest.mark.parametrize(
+  "preset, changes, way",
+  [
+    ("tiny", {"data.smallest": 9, "data.largest": 99}, "widen data.smallest .. data.largest"),
+    ("two_tools", {"data.hop_shares": (0.0, 1.0, 0.0, 0.0), "data.entities": 40}, "data.entities"),
+  ],
+)
+def test_more_questions_than_there_are_end_in_a_sentence(preset, changes, way, monkeypatch):
+  monkeypatch.setattr(ages, "YEARS", (1100, 1110))
+  task = named.make(config(preset, **changes))
+  assert len(task.held_out(5)["held_out"][0]) == 5
+  with pytest.raises(ValueError, match=f"ran out; lower eval.questions, or .*{way}"):
+    task.held_out(300)
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,7 @@ def test_a_value_out_of_range_is_refused_in_words(changes, sentence):
 @pytest.mark.parametrize(
   "changes, sentence",
   [
-    ({"data.hop_shares": (0.5, 0.25, 0.25, 0.25)}, "hop shares"),
+    ({"data.hop_shares": (0.5, 0.25, 0.25, 0.25)}, "data.hop_shares="),
     ({"eval.questions": 2000}, "ask for fewer"),
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

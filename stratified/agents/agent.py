@@ -85,7 +85,7 @@ def check(setting: Setting):
   for what, needed in fixed.items():
     if needed > limit:
       raise ValueError(
-        f"max_observation_tokens is {limit}, but {what} takes {needed} tokens; "
+        f"rollout.max_observation_tokens is {limit}, but {what} takes {needed} tokens; "
         f"raise it to at least {max(fixed.values())}"
       )
 
@@ -94,7 +94,7 @@ def _check_searches(limits: Limits, searches: tuple[int, int | None]):
   least, most = searches
   if limits.max_turns < least:
     raise ValueError(
-      f"max_turns is {limits.max_turns}, but the protocol searches at least {least} time"
+      f"rollout.max_turns is {limits.max_turns}, but the protocol searches at least {least} time"
       f"{'s' * (least != 1)}; raise it to at least {least}"
     )
   forced = limits.forced_searches

@@ -27,11 +27,13 @@ class Limits(Settings):
   """
 
   SECTION = "rollout"
-  max_turns: int = setting(4, "turns of a rollout that may call a tool", low=0)
-  max_turn_tokens: int = setting(500, "tokens sampled in one turn", low=1)
-  max_observation_tokens: int = setting(500, "tokens of one observation", low=1)
-  max_tokens: int = setting(4096, "tokens of prompt, turns and observations together", low=2)
-  answer_tokens: int = setting(32, "tokens kept free for the answer", low=1)
+  max_turns: int = setting(4, "turns of a rollout that may call a tool", low=0, high=1000)
+  max_turn_tokens: int = setting(500, "tokens sampled in one turn", low=1, high=2**20)
+  max_observation_tokens: int = setting(500, "tokens of one observation", low=1, high=2**20)
+  max_tokens: int = setting(
+    4096, "tokens of prompt, turns and observations together", low=2, high=2**20
+  )
+  answer_tokens: int = setting(32, "tokens kept free for the answer", low=1, high=2**20)
   forced_searches: int | None = None
 
   def __post_init__(self):

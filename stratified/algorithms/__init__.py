@@ -69,7 +69,16 @@ def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> 
       f"algorithm.name is {name!r}, whose signature is {inspect.signature(make)}; it is called "
       f"with read, facts ({error})"
     ) from error
-  made = make(read, facts)
+  try:
+    made = make(read, facts)
+  except ValueError:
+    raise
+  except Exception as error:
+    text = " ".join(str(error).split())[:200]
+    raise ValueError(
+      f"algorithm.name is {name!r}, whose make(read, facts) failed with {type(error).__name__}: "
+      f"{text}"
+    ) from error
   if not isinstance(made, Algorithm):
     raise ValueError(
       f"algorithm.name is {name!r}, which made {type(made).__name__}; it must make an Algorithm"

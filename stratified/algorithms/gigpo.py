@@ -53,6 +53,12 @@ class Gigpo(Algorithm):
 
   @classmethod
   def make(cls, read, facts) -> "Gigpo":
+    """Raises ValueError for groups of one rollout, which is compared with nothing."""
+    if facts.samples_per_question == 1:
+      raise ValueError(
+        "rollout.samples_per_question=1 leaves algorithm.name='gigpo' nothing to compare a rollout "
+        "with; sample at least 2"
+      )
     return cls(read(GigpoSettings), read(PolicyLossSettings), facts.max_tokens, facts.max_turns)
 
   def streams(self, trajectory, reward) -> dict[str, list[float]]:

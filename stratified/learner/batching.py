@@ -25,13 +25,14 @@ class PackingSettings(Settings):
 
   SECTION = "packing"
   row_length: int = setting(
-    4096, "tokens of a packed row", low=2, affects=["training", "warm_start"]
+    4096, "tokens of a packed row", low=2, high=2**20, affects=["training", "warm_start"]
   )
   rows: int = setting(
     0,
     "packed rows of a micro-batch over all devices; 0 is one for each part that the mesh splits "
     "rows into",
     low=0,
+    high=65536,
     affects=["training", "warm_start"],
   )
 

@@ -12,6 +12,8 @@ from stratified import sharding
 from stratified.config import check, rules, setting, Settings
 from stratified.policy import weights
 
+LARGEST_DECAY = 1 - 1e-6  # above it float32 takes it for 1, and Adam divides by 1 - 1
+NAMES = ("adamw", "muon", "sgd")
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -21,14 +23,16 @@ class OptimizerSettings(Settings):
 
   SECTION = "optimizer"
 
-  name: str = setting(
-    "adamw", "the rule of an update", choices=("adamw", "muon", "sgd"), affects=("training",)
-  )
+  name: str = setting("adamw", "the rule of an update", choices=NAMES, affects=("training",))
   learning_rate: float = setting(
     1e-6, "rate after the warm-up, constant from then on", above=0, affects=("training",)
   )
   warmup_steps: int = setting(
-    20, "updates over which the rate rises linearly", low=0, affects=("training",)
+    20,
+    "steps (rollout batches) over which the rate rises linearly",
+    low=0,
+    high=100_000,
+    affects=("training",),
   )
   weight_decay: float = setting(
     0.0,
@@ -43,10 +47,10 @@ class OptimizerSettings(Settings):
     affects=("training", "warm_start"),
   )
   b1: float = setting(
-    0.9, "decay of Adam's mean of gradients", low=0, below=1, affects=("training",)
+    0.9, "decay of Adam's mean of gradients", low=0, high=LARGEST_DECAY, affects=("training",)
   )
   b2: float = setting(
-    0.999, "decay of Adam's mean of their squares", low=0, below=1, affects=("training",)
+    0.999, "decay of Adam's mean of their squares", low=0, high=LARGEST_DECAY, affects=("training",)
   )
 
 
@@ -63,9 +67,9 @@ def make(
 ) -> optax.GradientTransformation:
   """Makes an optax chain.
 
-  The rate rises linearly over `warmup_steps`; then it stays, or falls along a cosine to a tenth
-  over `decay_steps` where that is positive. Weight decay spares norms and biases. Raises ValueError
-  for what breaks a rule of OptimizerSettings.
+  The rate rises linearly over `warmup_steps`, here updates; then it stays, or falls along a cosine
+  to a tenth over `decay_steps` where that is positive. Weight decay spares norms and biases. Raises
+  ValueError for what breaks a rule of OptimizerSettings.
   """
   given = locals()
   for field, rule in rules(OptimizerSettings).items():

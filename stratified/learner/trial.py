@@ -7,65 +7,79 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stratified import made_up
 from stratified.algorithms.base import Algorithm, Outputs
 from stratified.learner import batching
 from stratified.losses import AGGREGATIONS
-from stratified.types import Batch, Call, Question, Segment, Trajectory, Turn
+from stratified.policy import heads
+from stratified.types import Batch
 
-
-def made_up(samples: int) -> list[Trajectory]:
-  """Rollouts of one question, the odd ones with a search between two turns."""
-  question = Question("made-up", "Who?", ("Ada",))
-
-  def policy(*tokens):
-    return Segment(tokens, "policy", (-1.0,) * len(tokens))
-
-  short = (Segment((1, 2), "prompt"), policy(3, 4))
-  long = (*short, Segment((5, 6), "observation"), policy(7))
-  search = Turn("call", "", (Call("search", "who", "hit", ("1",)),))
-  return [
-    Trajectory(
-      question,
-      k,
-      long if k % 2 else short,
-      (search, Turn("answer", "")) if k % 2 else (Turn("answer", ""),),
-      answer="Ada" if k % 3 else None,
-    )
-    for k in range(samples)
-  ]
+NUM_STRATA = 2  # of the made-up rollouts
 
 
 def check(algorithm: Algorithm, field: str, samples: int = 4) -> None:
-  """Raises ValueError, one sentence, where streams, credit or losses do not fit the update.
+  """Raises ValueError, one sentence, where what a method gives does not fit the update.
 
-  field: the config field that names the method, for the sentence.
+  algorithm: made for NUM_STRATA strata.
+  field: the config field that names the method, with its value, for the sentence.
   """
+  who = f"{field}: {type(algorithm).__name__}"
   try:
-    batch, problem = _batch(algorithm, samples), None
-    made = _outputs(algorithm, batch.token_art.shape)
-    before = made if algorithm.looks_before else None
-    credit = jax.jit(functools.partial(algorithm.credit, step=0))(batch, before)
-    problem = _wrong_credit(credit, batch) or _wrong_losses(algorithm, credit, batch, made)
+    heads.check(algorithm.HEADS)
+  except (TypeError, ValueError):
+    raise ValueError(
+      f"{who} asks for HEADS={algorithm.HEADS!r}; that must be a tuple of names, each once, out of "
+      f"{', '.join(sorted(heads.HEADS))} (stratified/policy/heads.py)"
+    ) from None
+  try:
+    problem = _problem(algorithm, samples)
   except (Exception, SystemExit) as error:
     text = " ".join(str(error).split())
     raise ValueError(
-      f"{field}: {type(algorithm).__name__} failed on made-up rollouts with "
-      f"{type(error).__name__}: {text[:200]}"
+      f"{who} failed on made-up rollouts with {type(error).__name__}: {text[:200]}"
     ) from error
   if problem:
-    raise ValueError(f"{field}: {type(algorithm).__name__} {problem}")
+    raise ValueError(f"{who} {problem}")
+
+
+def _problem(algorithm: Algorithm, samples: int) -> str | None:
+  with np.errstate(over="ignore"):  # what float32 does not hold is infinite, which is said below
+    batch = _batch(algorithm, samples)
+  if problem := _wrong_batch(batch):
+    return problem
+  made = _outputs(algorithm, batch.token_art.shape)
+  before = made if algorithm.looks_before else None
+  credit = jax.jit(functools.partial(algorithm.credit, step=0))(batch, before)
+  return _wrong_credit(credit, batch) or _wrong_losses(algorithm, credit, batch, made)
 
 
 def _batch(algorithm: Algorithm, samples: int) -> Batch:
-  packing = batching.Packing.for_rollouts(samples, length=8, rows=samples)
   return batching.collate(
-    [made_up(samples)],
-    packing=packing,
+    [made_up.rollouts(samples)],
+    # with padding at the end of each row
+    packing=batching.Packing.for_rollouts(samples, length=made_up.LONGEST + 2, rows=samples),
     algorithm=algorithm,
     rewards=[[float(k % 2) for k in range(samples)]],
-    strata=[[k % 2 for k in range(samples)]],
-    num_strata=2,
+    strata=[[k % NUM_STRATA for k in range(samples)]],
+    num_strata=NUM_STRATA,
   )
+
+
+def _wrong_batch(batch: Batch) -> str | None:
+  """What is wrong with the streams and arrays, None where nothing is."""
+  for name, value in batch.stream_art.items():
+    if not np.isfinite(value).all():
+      return f"gives the stream {name!r} numbers that are not finite (as float32); they must be"
+  shape = batch.reward_qk.shape
+  for name, value in batch.array_qk.items():
+    if np.shape(value)[:2] != shape:
+      return (
+        f"gives the array {name!r} of shape {list(np.shape(value))}; it must begin with questions "
+        f"and rollouts, {list(shape)}"
+      )
+    if not np.isfinite(value).all():
+      return f"gives the array {name!r} values that are not finite; they must be"
+  return None
 
 
 def _outputs(algorithm: Algorithm, shape: Sequence[int]) -> Outputs:

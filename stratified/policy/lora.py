@@ -49,7 +49,7 @@ class LoraSettings(Settings):
 
   def __post_init__(self):
     super().__post_init__()
-    self.adapter()
+    LoraConfig(self.rank or 1, self.alpha, tuple(self.targets.split(",")))
 
   def adapter(self) -> "LoraConfig | None":
     """The adapters that are trained in place of the weights; None where every weight is."""

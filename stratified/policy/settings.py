@@ -43,12 +43,12 @@ class PolicySettings(Settings):
   logit_chunk: int = setting(
     0, "positions of a row whose logits exist at once; 0 is all", low=0, affects=_LEARNING
   )
-  width: int = setting(128, "without a checkpoint: size of a hidden state", low=1)
-  num_layers: int = setting(4, "without a checkpoint: layers", low=1)
-  num_heads: int = setting(4, "without a checkpoint: heads of queries", low=1)
-  num_kv_heads: int = setting(2, "without a checkpoint: heads of keys and values", low=1)
-  mlp_width: int = setting(384, "without a checkpoint: inner size of the MLP", low=1)
-  rope_theta: float = setting(100.0, "without a checkpoint: base of rotary positions", above=0)
+  width: int = setting(128, "without a checkpoint: size of a hidden state", low=1, high=65536)
+  num_layers: int = setting(4, "without a checkpoint: layers", low=1, high=1000)
+  num_heads: int = setting(4, "without a checkpoint: heads of queries", low=1, high=1024)
+  num_kv_heads: int = setting(2, "without a checkpoint: heads of keys and values", low=1, high=1024)
+  mlp_width: int = setting(384, "without a checkpoint: inner size of the MLP", low=1, high=2**20)
+  rope_theta: float = setting(100.0, "without a checkpoint: base of rotary positions", low=1)
 
   def __post_init__(self):
     super().__post_init__()

@@ -92,19 +92,31 @@ class HttpSettings(Settings):
     secret=True,
   )
   timeout_s: float = setting(
-    30.0, "seconds of one request, from connecting to the last byte", above=0, affects=[]
+    30.0,
+    "seconds of one request, from connecting to the last byte",
+    above=0,
+    high=7 * 86400,
+    affects=[],
   )
   retries: int = setting(
-    4, "attempts after the first, before a search is lost and its rollout masked", low=0, affects=[]
+    4,
+    "attempts after the first, before a search is lost and its rollout masked",
+    low=0,
+    high=1000,
+    affects=[],
   )
   give_up_s: float = setting(
-    300.0, "seconds without a usable reply after which the run stops", above=0, affects=[]
+    300.0,
+    "seconds without a usable reply after which the run stops",
+    above=0,
+    high=7 * 86400,
+    affects=[],
   )
   queries_per_request: int = setting(
-    64, "a search for more is split into several requests", low=1, affects=[]
+    64, "a search for more is split into several requests", low=1, high=65536, affects=[]
   )
   in_flight: int = setting(
-    16, "requests at the same time, each on a connection of its own", low=1, affects=[]
+    16, "requests at the same time, each on a connection of its own", low=1, high=4096, affects=[]
   )
 
   @property
@@ -341,7 +353,7 @@ def base_url(url: str) -> str:
     valid = False
   if not valid or parts.query or parts.fragment:
     raise ValueError(
-      f"{without_password(url)!r} is not the URL of a retriever; give one like "
+      f"retriever.url={without_password(url)!r} is not the URL of a retriever; give one like "
       "http://127.0.0.1:8000"
     )
   return trimmed

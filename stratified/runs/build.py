@@ -24,7 +24,7 @@ from stratified.learner import optimizer as optimizers
 from stratified.policy import decoder, families, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.settings import decoder_config, PolicySettings
-from stratified.runs import refusals, settings
+from stratified.runs import check_task, refusals, settings
 from stratified.tasks import base, named
 
 
@@ -93,35 +93,43 @@ def build(config, *, task: bool = True) -> Run:
     ValueError, OSError: one sentence naming field, value, rule and way out; what is missing here is
       listed together.
   """
-  refusals.check_settings(config)
+  check(config)
   refusals.check_missing(refusals.missing_parts(config))
   refusals.check_protocol(config)
   refusals.check_warm_start(config)
   refusals.check_devices(config)
-  run = assemble(config, mesh_of(config), model_config(config))
-  if not task:
-    return run
-  opened = open_task(config)
-  return dataclasses.replace(
-    run,
-    task=opened,
-    reward=named.reward(config, opened),
-    partition=partition(config, opened.tool_names),
-  )
+  return assemble(config, mesh_of(config), model_config(config), task=task)
 
 
-def assemble(config, mesh, model: decoder.DecoderConfig) -> Run:
-  """Makes the parts of a checked config on a mesh; ValueError where they do not fit each other."""
-  assign = partition(config)
-  method = algorithm(config, assign.num_strata)
-  model = dataclasses.replace(model, heads=method.HEADS)
+def check(config) -> None:
+  """Refuses what the config says wrongly: no files, no devices of the run's.
+
+  A function or method of a user's own runs once, on something made up. Raises ValueError, one
+  sentence.
+  """
+  refusals.check_settings(config)
+  method = algorithm(config, trial.NUM_STRATA)
+  if ":" in config.algorithm.name:
+    trial.check(method, f"algorithm.name={config.algorithm.name!r}")
+  refusals.checked_stages(config, method)
+
+
+def assemble(config, mesh, model: decoder.DecoderConfig, *, task: bool = False) -> Run:
+  """Makes the parts of a checked config on a mesh; ValueError where they do not fit each other.
+
+  task: whether to open the task, which may take long: what can be refused before is.
+  """
   refusals.check_split(config, mesh, model, packing(config, mesh).rows)
   refusals.check_adapter(config, model, adapter(config), config.optimizer.name, "lora")
   if config.sampler.name == "sglang":
     families.check_served(model, config.rollout.max_tokens)
-  return Run(
-    config, mesh, model, assign, method, stages(config, mesh, model, method, assign.num_strata)
-  )
+  opened = open_task(config) if task else None
+  assign = partition(config, opened and opened.tool_names)
+  method = algorithm(config, assign.num_strata)
+  model = dataclasses.replace(model, heads=method.HEADS)
+  trained = stages(config, mesh, model, method, assign.num_strata)
+  reward = named.reward(config, opened) if opened else None
+  return Run(config, mesh, model, assign, method, trained, opened, reward)
 
 
 ###  Parts  ###
@@ -188,7 +196,7 @@ def optimizer(config, *, warm_start: bool = False):
 
 
 def partition(config, tools=None) -> strata.Partition:
-  """Makes the partition of `strata`; `tools` are the task's, None where they are not known yet."""
+  """Makes the partition of `strata`; `tools` are the task's, None where no task is opened."""
   return strata.make(config.strata.name, cap=config.strata.cap, seed=config.seed, tools=tools)
 
 
@@ -218,10 +226,7 @@ def algorithm(config, num_strata: int) -> Algorithm:
     max_turns=config.rollout.max_turns + 1,
   )
   name = read(AlgorithmSettings, config).name
-  made = algorithms.make(name, functools.partial(read, config=config), facts)
-  if ":" in name:
-    trial.check(made, f"algorithm.name={name!r}")
-  return made
+  return algorithms.make(name, functools.partial(read, config=config), facts)
 
 
 def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[StageParts, ...]:
@@ -298,8 +303,13 @@ def open_task(config) -> base.Task:
     )
   )
   task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
-  refusals.check_task(config, task)
-  return task
+  check_task.check(config, task)
+  return check_task.watched(config, task)
+
+
+def leave_devices() -> None:
+  """Keeps to the CPU, in a program that only looks at configs: the devices are those of runs."""
+  jax.config.update("jax_platforms", "cpu")
 
 
 def enable_compilation_cache() -> None:

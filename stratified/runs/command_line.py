@@ -108,8 +108,8 @@ def _unknown_field(name: str, argv: Sequence[str]) -> str:
   given = [arg.split("=")[0].removeprefix("--") for arg in argv if arg.startswith("--config.")]
   typed = next((one for one in given if name in one.split(".")), f"config.{name}")
   typed = typed.removeprefix("config.")
-  known = [f"--config.{field}" for field in settings.rules()]
-  return f"--config.{typed} is no field of a config{suggestion(f'--config.{typed}', known)}"
+  near = suggestion(typed, settings.rules(), "--config.")
+  return f"--config.{typed} is no field of a config{near}"
 
 
 def _misfit(name: str, value: str) -> str:

@@ -65,7 +65,10 @@ by
     python experiments/train.py --config=configs/search_r1.py:tiny --explain=markdown
 
 for the preset `tiny`: the value is the preset's, with the default beside it where it differs.
-Without `=markdown` the same is printed for a terminal, for any preset and with any overrides.
+Without `=markdown` the same is printed for a terminal, for any preset and with any overrides. A
+value that training would refuse is refused here too, before anything is printed.
+
+A number without an upper bound of its own is at most {configs.LARGEST} in size.
 
 A field *changes*:
 

@@ -5,7 +5,7 @@ import pathlib
 import jax
 
 from stratified import config as configs
-from stratified import files, sharding
+from stratified import files, rewards, sharding, strata
 from stratified.algorithms.base import Algorithm, Stage
 from stratified.config import read
 from stratified.policy import decoder, lora
@@ -28,6 +28,8 @@ def check_settings(config) -> None:
   check_updates(config)
   base.limits(config)
   named.check(config)
+  strata.check(config.strata.name)
+  rewards.make(config.reward.name)
   if config.retriever.name == "http":
     retrievers.HttpSettings(config.retriever.url).address
   if config.sampler.name == "sglang":
@@ -60,12 +62,21 @@ def check_rows(config) -> None:
     )
 
 
+MOST_UPDATES = 10_000  # of one rollout batch; so a warm-up's updates fit int32 too
+
+
 def check_updates(config) -> None:
   parts, questions = config.update.mini_batches, config.data.questions_per_step
   if questions % parts:
     raise ValueError(
       f"update.mini_batches={parts} does not divide data.questions_per_step={questions}; choose a "
       "divisor, so that every update sees as many questions"
+    )
+  updates = config.update.epochs * parts
+  if updates > MOST_UPDATES:
+    raise ValueError(
+      f"update.epochs={config.update.epochs} x update.mini_batches={parts} are {updates} updates "
+      f"of one rollout batch; they must be at most {MOST_UPDATES}"
     )
 
 
@@ -74,8 +85,19 @@ SOURCES = ("rollouts", "pairs")  # of a method's own stages; the warm start's ar
 
 def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
   """Returns the method's stages; refuses those that the trainer can't run one after the other."""
-  name, found = f"algorithm.name={config.algorithm.name!r}", method.stages(config.num_steps)
-  if not found or not all(isinstance(stage, Stage) for stage in found):
+  name = f"algorithm.name={config.algorithm.name!r}"
+  try:
+    found = method.stages(config.num_steps)
+  except Exception as error:
+    if ":" not in config.algorithm.name:  # our own speak of their settings
+      raise
+    text = " ".join(str(error).split())[:200]
+    raise ValueError(f"{name} failed in stages with {type(error).__name__}: {text}") from error
+  if (
+    not isinstance(found, list | tuple)
+    or not found
+    or not all(isinstance(stage, Stage) for stage in found)
+  ):
     raise ValueError(f"{name} has the stages {found!r}; it must give one Stage at least")
   for stage in found:
     if stage.source not in SOURCES:
@@ -102,32 +124,6 @@ def check_teacher(config, model, adapters, teacher) -> None:
     raise ValueError(
       f"distillation.teacher='ema' with policy.dtype={config.policy.dtype!r}: a moving average "
       "kept in it would lose small moves; set --config.policy.dtype=float32, or a frozen teacher"
-    )
-
-
-def check_task(config, task: base.Task) -> None:
-  """Refuses a task that does not give what training asks of it."""
-  name = f"task.name={config.task.name or config.data.name!r}"
-  try:
-    asked, sets = task.questions_at(0), task.held_out(config.eval.questions)
-  except (ValueError, OSError):
-    raise
-  except Exception as error:
-    text = " ".join(str(error).split())
-    raise ValueError(f"{name} failed with {type(error).__name__}: {text}") from error
-  wanted = config.data.questions_per_step
-  if not isinstance(asked, list | tuple) or len(asked) != wanted:
-    got = len(asked) if hasattr(asked, "__len__") else type(asked).__name__
-    raise ValueError(
-      f"{name} gives {got} for the questions of a step; it must give "
-      f"data.questions_per_step={wanted} of them"
-    )
-  if not isinstance(sets, dict) or "held_out" not in sets:
-    got = ", ".join(map(str, sets)) if isinstance(sets, dict) else type(sets).__name__
-    raise ValueError(f"{name} gives {got} for the held-out sets; one must be called 'held_out'")
-  if config.warm_start.num_steps and task.demonstrations is None:
-    raise ValueError(
-      f"warm_start.num_steps={config.warm_start.num_steps} must be 0: {name} has no demonstrations"
     )
 
 
@@ -175,17 +171,18 @@ def check_devices(config) -> None:
 def check_split(config, mesh, model: decoder.DecoderConfig, rows: int) -> None:
   """Refuses sizes that the mesh can't split."""
   demonstrated = config.warm_start.demonstrations_per_step if config.warm_start.num_steps else 0
+  where = "the policy.checkpoint's " if config.policy.checkpoint else "policy."
   sharding.check_divisible(
     mesh,
     {
       "warm_start.demonstrations_per_step": ("question", demonstrated),
       "data.questions_per_step": ("question", config.data.questions_per_step),
       "packing.rows": ("row", rows),
-      "num_heads": ("heads", model.num_heads),
-      "num_kv_heads": ("kv_heads", model.num_kv_heads),
-      "mlp_width": ("mlp", model.mlp_width),
-      "vocab_size": ("vocabulary_part", model.vocab_size),
-      "width": ("width", model.width),
+      f"{where}num_heads": ("heads", model.num_heads),
+      f"{where}num_kv_heads": ("kv_heads", model.num_kv_heads),
+      f"{where}mlp_width": ("mlp", model.mlp_width),
+      "the tokenizer's vocabulary": ("vocabulary_part", model.vocab_size),
+      f"{where}width": ("width", model.width),
     },
   )
 

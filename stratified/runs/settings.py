@@ -1,13 +1,16 @@
 """Lists the classes that declare a run's settings, and derives what follows from them."""
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 from stratified import algorithms, files
 from stratified import config as configs
 from stratified.algorithms import AlgorithmSettings
 from stratified.config import setting, Settings
+from stratified.learner import optimizer
 from stratified.learner.batching import PackingSettings
 from stratified.learner.optimizer import OptimizerSettings
 from stratified.learner.update import UpdateSettings
@@ -45,7 +48,7 @@ class RolloutSettings(Settings):
 
   SECTION = "rollout"
   samples_per_question: int = setting(
-    8, "rollouts of each question, its group", low=1, affects=["training"]
+    8, "rollouts of each question, its group", low=1, high=10_000, affects=["training"]
   )
   max_staleness: int = setting(
     0,
@@ -62,10 +65,10 @@ class WarmStartSettings(Settings):
   SECTION = "warm_start"
   num_steps: int = setting(0, "its steps; 0 has none", low=0, affects=["warm_start"])
   demonstrations_per_step: int = setting(
-    20, "demonstrations of a step", low=1, affects=["warm_start"]
+    20, "demonstrations of a step", low=1, high=100_000, affects=["warm_start"]
   )
   optimizer: str = setting(
-    "muon", "the update rule", choices=["adamw", "muon", "sgd"], affects=["warm_start"]
+    "muon", "the update rule", choices=optimizer.NAMES, affects=["warm_start"]
   )
   learning_rate: float = setting(2e-3, "its highest rate", above=0, affects=["warm_start"])
   weight_decay: float = setting(0.0, "decay of matrices", low=0, affects=["warm_start"])
@@ -98,7 +101,9 @@ class EvalSettings(Settings):
   """When a run is evaluated, and on how much."""
 
   SECTION = "eval"
-  questions: int = setting(400, "questions of each held-out set", low=1, affects=["scores"])
+  questions: int = setting(
+    400, "questions of each held-out set", low=1, high=10**6, affects=["scores"]
+  )
   every: int = setting(
     0,
     "steps between evaluations during training; 0 is only before and after",
@@ -142,6 +147,22 @@ CLASSES = (
 def default_config():
   """A ConfigDict with every field at its default, which presets change."""
   return configs.to_config(*CLASSES)
+
+
+def of_preset(presets: Mapping[str, Mapping[str, Any]], preset: str, file: str):
+  """The config of a preset: the defaults with its changes.
+
+  presets: name -> {dotted field: value}. file: whose presets they are, for the error. Raises
+  ValueError, one sentence, for a preset that does not exist.
+  """
+  if preset not in presets:
+    raise ValueError(
+      f"preset {preset!r} is unknown; choose one of {sorted(presets)}, as in "
+      f"{file}:{next(iter(presets))}"
+    )
+  config = default_config()
+  config.update_from_flattened_dict(presets[preset])
+  return config
 
 
 def read_workdir(workdir: pathlib.Path):

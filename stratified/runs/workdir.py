@@ -5,6 +5,9 @@
     evaluation.json                   the newest scores by question set
     trajectories/step_NNNNNN.jsonl    the rollouts of a step, one a line
 
+Of two equal runs, or of one that was resumed and one that was not, only what the clock measures
+differs in metrics.jsonl: time/* and *tokens_per_second.
+
 Other modules read these files through this one; beside it only what writes them (`writer`,
 `checkpoint`) opens them. `read` is lenient: what is missing or broken is empty and named in the
 notes. `config_of` and `evaluation_of` are strict.

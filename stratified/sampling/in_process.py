@@ -38,10 +38,14 @@ class SamplerConfig(Settings):
   lanes: int = setting(
     64, "rollouts side by side on each device", low=1, high=65536, affects=["training"]
   )
-  block: int = setting(16, "tokens decoded between two looks", low=1, affects=["training"])
-  rows: int = setting(16, "lanes that one prefill call serves", low=1, affects=["training"])
+  block: int = setting(
+    16, "tokens decoded between two looks", low=1, high=4096, affects=["training"]
+  )
+  rows: int = setting(
+    16, "lanes that one prefill call serves", low=1, high=65536, affects=["training"]
+  )
   prefill_tokens: int = setting(
-    4096, "tokens of one prefill call, padding included", low=1, affects=["training"]
+    4096, "tokens of one prefill call, padding included", low=1, high=2**20, affects=["training"]
   )
   length: int
   temperature: float = 1.0

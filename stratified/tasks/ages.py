@@ -12,7 +12,6 @@ Pages hold years of birth, so that search finds two numbers and the calculator t
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import hashlib
 import re
 
 import numpy as np
@@ -20,25 +19,21 @@ import numpy as np
 from stratified import config as settings
 from stratified.data.tokenizer import Tokenizer
 from stratified.retrieval import retrievers
-from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.corpus import Passage
-from stratified.tasks import base, numbers, script
+from stratified.tasks import base, generated, numbers, script
 from stratified.tasks.base import Sets, Task
-from stratified.tasks.draws import generator, spread
+from stratified.tasks.draws import generator, HELD_OUT, TRAINING
 from stratified.tasks.encyclopedia import language
 from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig
 from stratified.tasks.encyclopedia.pages import draw_names, EncyclopediaConfig
 from stratified.tasks.encyclopedia.questions import QuestionSettings
-from stratified.tools.base import Timed
 from stratified.tools.calculator import Calculator
 from stratified.tools.search import Search, SearchSettings
 from stratified.types import Question
 
 MOST_PEOPLE = 2000  # names for more would run out
 YEARS = (1100, 1999)
-HELD_OUT = 0.1  # share of questions that training never asks
-SECOND_SEED = 1_000_003  # how far beyond the run's seed that of the second encyclopedia lies
-_PEOPLE, _TRAINING, _HELD_OUT = 0, 1, 2  # tags of the random streams
+_PEOPLE = 0  # tag of a random stream
 
 PAGE = ("{n} was born in {y}. {p} lived in {v}.", "{n} came to {v}. {p} was born in {y}.")
 # kind -> the calls that it needs, and two wordings
@@ -142,30 +137,26 @@ def of_id(asked: Question) -> tuple[str, list]:
   return kind, [int(one) if one.isdigit() else one.replace("_", " ") for one in about]
 
 
-def _is_held_out(id: str) -> bool:
-  digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
-  return int.from_bytes(digest, "big") < HELD_OUT * 2**64
-
-
 def questions(
   book: People, shares: Sequence[float], count: int, rng: np.random.Generator, *, held_out: bool
 ) -> list[Question]:
   """Draws `count` distinct questions with shares of 0 to 3 calls, on one side of the split."""
-  asked = {}
-  for calls in spread(shares, count, rng):
-    while True:
-      kind, about = draw(book, calls, rng)
-      id = _id(book, kind, about)
-      if id not in asked and _is_held_out(id) == held_out:
-        break
-    asked[id] = question(book, kind, about, rng)
-  return list(asked.values())
+
+  def drawn(calls: int) -> tuple[str, tuple]:
+    kind, about = draw(book, calls, rng)
+    return _id(book, kind, about), (kind, about)
+
+  ask = lambda made: question(book, *made, rng)
+  more = "raise data.entities"
+  return generated.distinct(shares, count, rng, drawn, ask, held_out=held_out, more=more)
 
 
 def make(config) -> Task:
   shares = settings.read(QuestionSettings, config).hop_shares
   made = settings.read(EncyclopediaConfig, config)
-  first, second = (people(made, seed) for seed in (config.seed, config.seed + SECOND_SEED))
+  first, second = (
+    people(made, seed) for seed in (config.seed, config.seed + generated.SECOND_SEED)
+  )
   topk = settings.read(SearchSettings, config).topk
   tools = base.tools(
     config,
@@ -177,23 +168,22 @@ def make(config) -> Task:
 
   def held_out(count: int) -> Sets:
     ask = lambda book: questions(
-      book, shares, count, generator(config.seed, 0, _HELD_OUT), held_out=True
+      book, shares, count, generator(config.seed, 0, HELD_OUT), held_out=True
     )
     return {
       "held_out": (ask(first), tools),
-      "second_encyclopedia": (ask(second), _searching(tools, second, topk)),
+      "second_encyclopedia": (ask(second), generated.searching(tools, second.passages, topk)),
     }
 
-  task = Task(
-    tokenizer=base.from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
-    protocol=base.protocol(config, tools),
-    limits=base.limits(config),
-    tools=tools,
+  task = base.make(
+    config,
+    tools,
+    tokenizer,
     questions_at=lambda step: questions(
       first,
       shares,
       config.data.questions_per_step,
-      generator(config.seed, step, _TRAINING),
+      generator(config.seed, step, TRAINING),
       held_out=False,
     ),
     held_out=held_out,
@@ -204,26 +194,20 @@ def make(config) -> Task:
   return task
 
 
-def _searching(tools: base.Tools, book: People, topk: int) -> base.Tools:
-  """Gives the tools a search among other people in place of theirs."""
-  other = Timed(Search(BM25(book.passages), topk))
-  return tuple(other if tool.name == "search" else tool for tool in tools)
-
-
 def _demonstrations(config, task: Task, made: EncyclopediaConfig, topk: int) -> Callable:
   """Makes step -> scripted rollouts, among other people that change with the step."""
   w = config.warm_start
 
   @functools.cache
   def practice(number: int):
-    book = people(made, config.seed + base.PRACTICE_SEED + number)
-    return book, _searching(task.tools, book, topk)
+    book = people(made, config.seed + generated.PRACTICE_SEED + number)
+    return book, generated.searching(task.tools, book.passages, topk)
 
   def play(step: int):
     book, tools = practice(step % w.encyclopedias)
-    shares, rng = config.data.hop_shares, generator(config.seed, step, _TRAINING)
+    shares, rng = config.data.hop_shares, generator(config.seed, step, TRAINING)
     asked = questions(book, shares, w.demonstrations_per_step, rng, held_out=False)
-    act = functools.partial(demonstrate, book=book, config=demonstration_config(config))
+    act = functools.partial(demonstrate, book=book, config=generated.demonstration_config(config))
     return script.collect(task, asked, act, seed=config.seed, step=step, tools=tools)
 
   return play
@@ -231,15 +215,7 @@ def _demonstrations(config, task: Task, made: EncyclopediaConfig, topk: int) -> 
 
 def check(config) -> None:
   """Refuses settings out of their ranges."""
-  settings.read(EncyclopediaConfig, config)
-  settings.read(QuestionSettings, config)
-  if config.warm_start.num_steps:
-    demonstration_config(config)
-
-
-def demonstration_config(config) -> DemonstrationConfig:
-  """The script's settings, checked."""
-  return settings.read(DemonstrationConfig, config, max_turns=config.rollout.max_turns)
+  generated.check(config, EncyclopediaConfig, QuestionSettings)
 
 
 def passages(config) -> tuple[Passage, ...]:

@@ -9,10 +9,9 @@ nothing to do with the question. A question's id spells the problem, and a stabl
 whether training may ask it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
-import hashlib
 import re
 
 import numpy as np
@@ -20,17 +19,15 @@ import numpy as np
 from stratified import config as settings
 from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
-from stratified.tasks import base, numbers, script
+from stratified.tasks import base, generated, numbers, script
 from stratified.tasks.base import Sets, Task
-from stratified.tasks.draws import generator, spread
+from stratified.tasks.draws import generator, HELD_OUT, TRAINING
 from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig
 from stratified.tasks.encyclopedia.questions import QuestionSettings
 from stratified.tools.calculator import Calculator
 from stratified.types import Question
 
-HELD_OUT = 0.1  # share of problems that training never asks
 LARGEST_VALUE = 10**9
-_TRAINING, _HELD_OUT = 1, 2  # tags of the random streams
 
 NAMES = ("Ann", "Ben", "Cora", "Dan", "Eve", "Finn", "Gus", "Hal")
 THINGS = ("pens", "cups", "coins", "shells", "stamps", "beads", "nails", "cards")
@@ -112,11 +109,6 @@ def problem_of(question: Question) -> Problem:
   return Problem(int(start), tuple((s[0].replace(":", "/"), int(s[1:])) for s in steps))
 
 
-def is_held_out(problem: Problem) -> bool:
-  digest = hashlib.blake2b(problem.id.encode(), digest_size=8).digest()
-  return int.from_bytes(digest, "big") < HELD_OUT * 2**64
-
-
 def draw(rng: np.random.Generator, operations: int, limits: tuple[int, int]) -> Problem:
   """Draws a problem of so many operations on numbers within the limits; factors are below 100."""
   number = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
@@ -163,12 +155,14 @@ def questions(
   second=False,
 ) -> list[Question]:
   """Draws `count` distinct questions with shares of 0 to 3 operations, on one side of the split."""
-  asked = {}
-  for operations in spread(shares, count, rng):
-    problems: Iterator[Problem] = iter(lambda: draw(rng, operations, limits), None)
-    problem = next(p for p in problems if is_held_out(p) == held_out and p.id not in asked)
-    asked[problem.id] = question(problem, rng, limits, second)
-  return list(asked.values())
+
+  def drawn(operations: int) -> tuple[str, Problem]:
+    problem = draw(rng, operations, limits)
+    return problem.id, problem
+
+  ask = lambda problem: question(problem, rng, limits, second)
+  more = "widen data.smallest .. data.largest"
+  return generated.distinct(shares, count, rng, drawn, ask, held_out=held_out, more=more)
 
 
 def make(config) -> Task:
@@ -182,7 +176,7 @@ def make(config) -> Task:
     ask = lambda limits, second: questions(
       shares,
       count,
-      generator(config.seed, int(second), _HELD_OUT),
+      generator(config.seed, int(second), HELD_OUT),
       limits,
       held_out=True,
       second=second,
@@ -190,20 +184,19 @@ def make(config) -> Task:
     return {"held_out": (ask(limits, False), tools), "other_wording": (ask(larger, True), tools)}
 
   training = lambda step, count, seed: questions(
-    shares, count, generator(seed, step, _TRAINING), limits, held_out=False
+    shares, count, generator(seed, step, TRAINING), limits, held_out=False
   )
-  play = functools.partial(demonstrate, config=demonstration_config(config))
-  task = Task(
-    tokenizer=base.from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
-    protocol=base.protocol(config, tools),
-    limits=base.limits(config),
-    tools=tools,
+  play = functools.partial(demonstrate, config=generated.demonstration_config(config))
+  task = base.make(
+    config,
+    tools,
+    tokenizer,
     questions_at=lambda step: training(step, config.data.questions_per_step, config.seed),
     held_out=held_out,
     endless=True,
     demonstrations=lambda step: script.collect(
       task,
-      training(step, w.demonstrations_per_step, config.seed + base.PRACTICE_SEED),
+      training(step, w.demonstrations_per_step, config.seed + generated.PRACTICE_SEED),
       play,
       seed=config.seed,
       step=step,
@@ -214,15 +207,7 @@ def make(config) -> Task:
 
 def check(config) -> None:
   """Refuses settings out of their ranges."""
-  settings.read(ArithmeticSettings, config)
-  settings.read(QuestionSettings, config)
-  if config.warm_start.num_steps:
-    demonstration_config(config)
-
-
-def demonstration_config(config) -> DemonstrationConfig:
-  """The script's settings, checked."""
-  return settings.read(DemonstrationConfig, config, max_turns=config.rollout.max_turns)
+  generated.check(config, ArithmeticSettings, QuestionSettings)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Defines a task: what is asked, with which tools, and what the answer is worth.
 
 A task of your own is a function `(config) -> Task`, named in the config as
-`task.name=module:function`; `limits`, `tools` and `protocol` below make its parts from the config.
+`task.name=module:function`; `tools` and `make` below make its parts from the config.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,6 @@ from stratified.tools import base as tools_base
 from stratified.tools.base import Timed, Tool
 from stratified.tools.calculator import Calculator
 from stratified.types import Question, Trajectory
-
-PRACTICE_SEED = 2_000_003  # how far beyond the run's seed that of the demonstrations lies
 
 Tools = tuple[Tool, ...]
 Sets = dict[str, tuple[list[Question], Tools]]
@@ -101,7 +99,9 @@ class DataSettings(Settings):
     "a generated encyclopedia, or files; task.name overrules it",
     choices=["encyclopedia", "files"],
   )
-  questions_per_step: int = setting(256, "questions of a step", low=1, affects=["training"])
+  questions_per_step: int = setting(
+    256, "questions of a step", low=1, high=100_000, affects=["training"]
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,15 +125,30 @@ class ProtocolSettings(Settings):
 TOOLS = {"calculator": Calculator}  # those that need nothing of a task's
 
 
+def make(config, tools: Tools, tokenizer: Callable[[], Tokenizer], **parts: Any) -> Task:
+  """Makes a task: tokenizer, protocol and limits from the config, and these parts.
+
+  tokenizer: makes that of a policy that is built here; a model directory brings its own. parts: the
+  other fields of Task.
+  """
+  return Task(
+    tokenizer=from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
+    protocol=protocol(config, tools),
+    limits=limits(config),
+    tools=tools,
+    **parts,
+  )
+
+
 def tools(config, own: Mapping[str, Callable[[], Tool]]) -> Tools:
   """Opens the tools of a run, each timed: the task's own, or those that `tools` names.
 
   own: name -> a function that opens the tool. Raises ValueError, one sentence, for a name that is
-  none, and for an object that is no tool.
+  none, for an object that is no tool, and for one from outside that fails its trial call.
   """
-  names = [
-    name.strip() for name in settings.read(ToolSettings, config).tools.split(",") if name.strip()
-  ]
+  given = settings.read(ToolSettings, config).tools
+  field = f"tools={given!r}"
+  names = [name.strip() for name in given.split(",") if name.strip()]
   opened = []
   for name in names or own:
     if name in own:
@@ -141,16 +156,32 @@ def tools(config, own: Mapping[str, Callable[[], Tool]]) -> Tools:
     elif name in TOOLS:
       opened.append(TOOLS[name]())
     elif ":" in name:
-      found = outside.load("tools", name)
-      opened.append(found() if isinstance(found, type) else found)
+      opened.append(_from_outside(name, field))
     else:
       known = ", ".join({**own, **TOOLS})
       raise ValueError(
-        f"tools names {name!r}, which is no tool of this task; choose from {known}, or your own "
+        f"{field} names {name!r}, which is no tool of this task; choose from {known}, or your own "
         "as module:name"
       )
-  tools_base.check(opened)
+  tools_base.check(opened, field)
+  for tool in (tool for name, tool in zip(names, opened) if name not in own and ":" in name):
+    tools_base.try_out(tool, field)
   return tuple(map(Timed, opened))
+
+
+def _from_outside(name: str, field: str) -> Tool:
+  """Loads the tool of `module:name`, an object or a class that is made without arguments."""
+  found = outside.load("tools", name)
+  if not isinstance(found, type):
+    return found
+  try:
+    return found()
+  except (Exception, SystemExit) as error:
+    text = " ".join(str(error).split())[:200]
+    raise ValueError(
+      f"{field}: {name}() failed with {type(error).__name__}: {text}; a class is called without "
+      "arguments, or name an object that is made already"
+    ) from error
 
 
 def protocol(config, tools: Sequence[Tool | type[Tool]]):

@@ -1,8 +1,12 @@
-"""Draws at random by (seed, step, ...) alone, and holds shares to within one."""
+"""Draws at random by (seed, step, ...) alone, holds shares to within one, splits by a hash."""
 
 from collections.abc import Sequence
+import hashlib
 
 import numpy as np
+
+TRAINING, HELD_OUT, DEMONSTRATION = 1, 2, 3  # tags of random streams
+HELD_OUT_SHARE = 0.1  # of a generated task's questions, which training never asks
 
 
 def generator(*key: int) -> np.random.Generator:
@@ -19,6 +23,12 @@ def spread(shares: Sequence[float], count: int, rng: np.random.Generator) -> lis
   points = (np.arange(count) + rng.random()) / count
   edges = np.cumsum(shares)[:-1]
   return rng.permutation(np.searchsorted(edges, points, side="right")).tolist()
+
+
+def is_held_out(id: str, share: float = HELD_OUT_SHARE) -> bool:
+  """Whether training never asks the question of this id, by a stable hash of it."""
+  digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big") < share * 2**64
 
 
 def check_mixture(mixture: Sequence[float], max_turns: int) -> None:

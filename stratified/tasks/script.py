@@ -14,10 +14,8 @@ from stratified.agents import loop
 from stratified.data.tokenizer import Tokenizer
 from stratified.sampling.interface import Completion, Request
 from stratified.tasks.base import Task, Tools
-from stratified.tasks.draws import generator
+from stratified.tasks.draws import DEMONSTRATION, generator
 from stratified.types import Question, Trajectory
-
-_DEMONSTRATION = 3  # tag of the random streams
 
 Script = Generator[str, str, None]
 Key = tuple[int, int, int]
@@ -46,7 +44,7 @@ class Scripted:
       script, seen = self._running[request.key]
       text = script.send(self._tokenizer.decode(request.token_ids[seen:]))
     else:
-      rng = generator(self._seed, *request.key, _DEMONSTRATION)
+      rng = generator(self._seed, *request.key, DEMONSTRATION)
       script = self._play(self._questions[request.key[1]], rng)
       text = next(script)
     token_ids = tuple(self._tokenizer.encode(text))

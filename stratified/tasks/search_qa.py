@@ -53,11 +53,10 @@ def make(config) -> Task:
       by_source.setdefault(question.source, []).append(question)
     return {name: (first(questions, count), tools) for name, questions in by_source.items()}
 
-  return Task(
-    tokenizer=base.from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
-    protocol=base.protocol(config, tools),
-    limits=base.limits(config),
-    tools=tools,
+  return base.make(
+    config,
+    tools,
+    tokenizer,
     questions_at=lambda step: readers.questions_at(
       train, seed=config.seed, step=step, count=d.questions_per_step
     ),

@@ -13,7 +13,7 @@ class SearchSettings(Settings):
   """How much a search brings."""
 
   SECTION = "rollout"
-  topk: int = setting(3, "passages that a search brings for each query", low=1)
+  topk: int = setting(3, "passages that a search brings for each query", low=1, high=1000)
 
 
 class Search:

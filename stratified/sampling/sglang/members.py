@@ -24,19 +24,31 @@ class FleetConfig(Settings):
 
   SECTION = "sampler"
   urls: tuple[str, ...]
-  in_flight: int = setting(64, "generations a server is given at once", low=1, affects=[])
-  timeout_s: float = setting(600.0, "seconds of one attempt of a generation", above=0, affects=[])
+  in_flight: int = setting(
+    64, "generations a server is given at once", low=1, high=65536, affects=[]
+  )
+  timeout_s: float = setting(
+    600.0, "seconds of one attempt of a generation", above=0, high=7 * 86400, affects=[]
+  )
   retries: int = setting(
-    4, "further attempts, on another server where there is one", low=0, affects=[]
+    4, "further attempts, on another server where there is one", low=0, high=1000, affects=[]
   )
   start_s: float = setting(
-    120.0, "seconds until every server must have answered first", above=0, affects=[]
+    120.0,
+    "seconds until every server must have answered first",
+    above=0,
+    high=7 * 86400,
+    affects=[],
   )
-  outage_s: float = setting(120.0, "seconds for which no server may be usable", above=0, affects=[])
+  outage_s: float = setting(
+    120.0, "seconds for which no server may be usable", above=0, high=7 * 86400, affects=[]
+  )
   health_s: float = setting(
-    15.0, "seconds in which a server must tell its version", above=0, affects=[]
+    15.0, "seconds in which a server must tell its version", above=0, high=7 * 86400, affects=[]
   )
-  update_s: float = setting(600.0, "seconds of one update of the weights", above=0, affects=[])
+  update_s: float = setting(
+    600.0, "seconds of one update of the weights", above=0, high=7 * 86400, affects=[]
+  )
   health_every_s: float = 2.0
   probe_tolerance: float = 1e-3
 

@@ -18,12 +18,11 @@ import numpy as np
 from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
 from stratified.sampling.interface import Completion, Request
-from stratified.tasks.draws import check_mixture, generator
+from stratified.tasks.draws import check_mixture, DEMONSTRATION, generator
 from stratified.tasks.encyclopedia.pages import Encyclopedia, facts_in
 from stratified.tasks.encyclopedia.questions import Chain, chain_of
 from stratified.types import Question
 
-_DEMONSTRATION = 3  # tag of the random streams
 _PLANS = ("query", "think", "none")
 _DOCUMENT = re.compile(
   r"Doc \d+\(Title: ([^)]*)\) (.*?)(?=\nDoc \d+\(Title: |</information>)", re.DOTALL
@@ -68,7 +67,11 @@ class DemonstrationConfig(Settings):
     affects=["warm_start"],
   )
   encyclopedias: int = setting(
-    24, "practice encyclopedias, so that none is learnt by heart", low=1, affects=["warm_start"]
+    24,
+    "practice encyclopedias, so that none is learnt by heart",
+    low=1,
+    high=1000,
+    affects=["warm_start"],
   )
   plan: Literal["query", "think", "none"] = "query"
   guess: float = 0.25
@@ -165,7 +168,7 @@ class Demonstrator:
     """A script has no parameters."""
 
   def _generator(self, key: tuple[int, int, int]) -> np.random.Generator:
-    return generator(self._seed, *key, _DEMONSTRATION)
+    return generator(self._seed, *key, DEMONSTRATION)
 
   def _script(self, key: tuple[int, int, int]) -> _Script:
     step, index, _ = key

@@ -8,12 +8,12 @@ so one cut short or walked too far misses the answer.
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-import hashlib
 
 import numpy as np
 
 from stratified.config import setting, Settings
-from stratified.tasks.draws import generator, spread
+from stratified.tasks import draws
+from stratified.tasks.draws import generator, HELD_OUT, spread, TRAINING
 from stratified.tasks.encyclopedia import common_knowledge, language
 from stratified.tasks.encyclopedia.pages import Encyclopedia
 from stratified.types import Question
@@ -32,9 +32,6 @@ class QuestionSettings(Settings):
   def __post_init__(self):
     super().__post_init__()
     check_shares(self.hop_shares)
-
-
-_TRAINING, _HELD_OUT = 1, 2  # tags of the random streams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +72,7 @@ def training_questions(
   _check(count, hop_shares)
   if step < 0:
     raise ValueError(f"training step {step} is negative: steps count from 0")
-  rng = generator(seed, step, _TRAINING)
+  rng = generator(seed, step, TRAINING)
   common = common_knowledge.combinations(encyclopedia.config.common_facts, held_out=False)
   questions = []
   for hops in spread(hop_shares, count, rng):
@@ -96,7 +93,7 @@ def held_out_questions(
   asked for.
   """
   _check(count, hop_shares)
-  rng = generator(seed, 0, _HELD_OUT)
+  rng = generator(seed, 0, HELD_OUT)
   common = common_knowledge.combinations(encyclopedia.config.common_facts, held_out=True)
   order = iter(rng.permutation(len(common)))
   questions: dict[str, Question] = {}
@@ -105,9 +102,9 @@ def held_out_questions(
       index = next(order, None)
       if index is None:
         raise ValueError(
-          f"{count} questions with shares {tuple(hop_shares)} need more than the {len(common)} "
-          "held-out "
-          "questions of common knowledge: ask for fewer, or raise common_facts"
+          f"eval.questions={count} with data.hop_shares={tuple(hop_shares)} needs more than the "
+          f"{len(common)} held-out questions of common knowledge: ask for fewer, or raise "
+          "data.common_facts"
         )
       question = _common_question(*common[index])
     else:
@@ -132,8 +129,7 @@ def chain_of(encyclopedia: Encyclopedia, question: Question) -> Chain:
 
 def is_held_out(encyclopedia: Encyclopedia, chain: Chain) -> bool:
   """Whether training never asks this chain, by a stable hash of seed, head and path."""
-  digest = hashlib.blake2b(_chain_id(encyclopedia, chain).encode(), digest_size=8).digest()
-  return int.from_bytes(digest, "big") < encyclopedia.config.held_out * 2**64
+  return draws.is_held_out(_chain_id(encyclopedia, chain), encyclopedia.config.held_out)
 
 
 def _check(count: int, hop_shares: Sequence[float]):
@@ -146,7 +142,7 @@ def check_shares(hop_shares: Sequence[float]) -> None:
   """Raises ValueError where the shares are no distribution over 0 to 3 hops."""
   if len(hop_shares) != MAX_HOPS + 1 or min(hop_shares) < 0 or not abs(sum(hop_shares) - 1) < 1e-6:
     raise ValueError(
-      f"hop shares {tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
+      f"data.hop_shares={tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
       "that sum to 1"
     )
 
@@ -183,8 +179,8 @@ def _new_held_out(
     if is_held_out(encyclopedia, chain) and _chain_id(encyclopedia, chain) not in taken:
       return _question(encyclopedia, chain, rng)
   raise ValueError(
-    f"no further held-out question of {hops} hops exists among {len(encyclopedia.entities)} "
-    "entities: ask for fewer, or raise the number of entities"
+    f"eval.questions asks for more held-out questions of {hops} hops than there are about "
+    f"data.entities={len(encyclopedia.entities)}: ask for fewer, or raise the number of entities"
   )
 
 

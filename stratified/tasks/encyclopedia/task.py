@@ -7,24 +7,21 @@ from stratified import config as settings
 from stratified.agents import loop
 from stratified.data.tokenizer import Tokenizer
 from stratified.retrieval import retrievers
-from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.corpus import Passage
-from stratified.tasks import base
+from stratified.tasks import base, generated
 from stratified.tasks.base import Sets, Task
 from stratified.tasks.encyclopedia import pages, questions, vocabulary
-from stratified.tasks.encyclopedia.demonstrations import DemonstrationConfig, Demonstrator
-from stratified.tools.base import Timed
+from stratified.tasks.encyclopedia.demonstrations import Demonstrator
 from stratified.tools.search import Search, SearchSettings
 from stratified.types import Trajectory
-
-# How far beyond the run's seed that of the encyclopedia lies that training never sees.
-SECOND_SEED = 1_000_003
 
 
 def make(config) -> Task:
   asked = settings.read(questions.QuestionSettings, config).hop_shares
   made = settings.read(pages.EncyclopediaConfig, config)
-  first, second = (pages.make(made, seed) for seed in (config.seed, config.seed + SECOND_SEED))
+  first, second = (
+    pages.make(made, seed) for seed in (config.seed, config.seed + generated.SECOND_SEED)
+  )
   topk = settings.read(SearchSettings, config).topk
   open_search = lambda: Search(retrievers.open_retriever(config, lambda: first.passages), topk)
   tools = base.tools(config, {"search": open_search})
@@ -36,14 +33,13 @@ def make(config) -> Task:
     # A server or an index holds the first encyclopedia alone.
     return {
       "held_out": (ask(first), tools),
-      "second_encyclopedia": (ask(second), _searching(tools, second, topk)),
+      "second_encyclopedia": (ask(second), generated.searching(tools, second.passages, topk)),
     }
 
-  task = Task(
-    tokenizer=base.from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
-    protocol=base.protocol(config, tools),
-    limits=base.limits(config),
-    tools=tools,
+  task = base.make(
+    config,
+    tools,
+    tokenizer,
     questions_at=lambda step: questions.training_questions(
       first, seed=config.seed, step=step, count=config.data.questions_per_step, hop_shares=asked
     ),
@@ -57,10 +53,7 @@ def make(config) -> Task:
 
 def check(config) -> None:
   """Refuses settings out of their ranges."""
-  settings.read(pages.EncyclopediaConfig, config)
-  settings.read(questions.QuestionSettings, config)
-  if config.warm_start.num_steps:
-    demonstration_config(config)
+  generated.check(config, pages.EncyclopediaConfig, questions.QuestionSettings)
 
 
 def tokenizer() -> Tokenizer:
@@ -71,12 +64,6 @@ def tokenizer() -> Tokenizer:
 def passages(config) -> tuple[Passage, ...]:
   """Makes the pages that the run searches."""
   return pages.make(settings.read(pages.EncyclopediaConfig, config), config.seed).passages
-
-
-def _searching(tools: base.Tools, book: pages.Encyclopedia, topk: int) -> base.Tools:
-  """Gives the tools a search of another encyclopedia in place of theirs."""
-  other = Timed(Search(BM25(book.passages), topk))
-  return tuple(other if tool.name == "search" else tool for tool in tools)
 
 
 def _demonstrations(
@@ -91,11 +78,11 @@ def _demonstrations(
 
   @functools.cache
   def practice(number: int):
-    book = pages.make(made, config.seed + base.PRACTICE_SEED + number)
+    book = pages.make(made, config.seed + generated.PRACTICE_SEED + number)
     script = Demonstrator(
-      book, task.tokenizer, seed=config.seed, config=demonstration_config(config)
+      book, task.tokenizer, seed=config.seed, config=generated.demonstration_config(config)
     )
-    return book, _searching(task.tools, book, topk), script
+    return book, generated.searching(task.tools, book.passages, topk), script
 
   def play(step: int) -> list[list[Trajectory]]:
     w = config.warm_start
@@ -120,8 +107,3 @@ def _demonstrations(
     )
 
   return play
-
-
-def demonstration_config(config) -> DemonstrationConfig:
-  """The script's settings, checked."""
-  return settings.read(DemonstrationConfig, config, max_turns=config.rollout.max_turns)
