@@ -24,8 +24,7 @@ from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, command_line, explain, settings, trainer
-from stratified.runs.checkpoint import check_config
-from stratified.runs.claim import Claim
+from stratified.runs.claim import check_config, Claim
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
 

@@ -24,7 +24,7 @@ from stratified.retrieval import retrievers
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.client import HttpRetriever, RetrieverDown
 from stratified.retrieval.corpus import Passage, RetrieverError
-from stratified.runs import build, checkpoint, settings
+from stratified.runs import build, claim, settings
 from stratified.tasks import named
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -328,16 +328,16 @@ def test_a_retriever_that_can_t_be_is_refused_in_words(changes, sentence):
 
 def test_where_the_retriever_listens_may_change_and_what_it_searches_may_not(tmp_path):
   stored = search_r1.get_config("tiny")
-  checkpoint.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
+  claim.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
   stored.retriever.url, stored.retriever.give_up_s, stored.retriever.cache = (
     "http://127.0.0.1:9",
     7.0,
     3,
   )
-  checkpoint.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
+  claim.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
   stored.retriever.corpus = "0123"
   with pytest.raises(ValueError, match='retriever.corpus: "" in the workdir, "0123" now'):
-    checkpoint.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
+    claim.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
 
 
 def test_a_workdir_keeps_the_manifest_of_its_index_and_refuses_another(tmp_path):
