@@ -104,7 +104,15 @@ def test_a_request_that_is_refused_is_not_sent_again(status):
   with Faulty(echo, [str(status)]) as server:
     (found,) = retriever(server).search(["a"], 2)
   assert isinstance(found, RetrieverError) and f"refused it: {status} made to fail" in str(found)
-  assert len(server.seen) == 1
+  assert [body["queries"] for body in server.seen] == [["a"], ["health"]]
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_query_that_alone_is_refused_finds_nothing(status):
+  with Faulty(echo, [str(status), "ok"]) as server:
+    asking = retriever(server)
+    assert asking.search(["a"], 2) == [[]]
+  assert (asking.refused, asking.lost) == (1, 0)
 
 
 @pytest.mark.parametrize("status", [301, 401, 403, 404])

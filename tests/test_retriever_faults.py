@@ -23,9 +23,11 @@ from configs import search_r1
 from stratified.retrieval import retrievers
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.client import HttpRetriever, RetrieverDown
-from stratified.retrieval.corpus import Passage, RetrieverError
+from stratified.retrieval.corpus import Passage, read_corpus
 from stratified.runs import build, claim, settings
 from stratified.tasks import named
+from stratified.tools.base import Result
+from stratified.tools.search import Search
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 16
@@ -395,14 +397,39 @@ def test_a_server_restarted_with_other_passages_stops_the_run(corpus, tmp_path):
     end(process)
 
 
-def test_a_refused_query_is_lost_alone(corpus):
+def test_a_query_that_is_refused_finds_nothing_and_loses_no_rollout(corpus):
   process, url = serve(corpus, "--max_query_characters=40")
   try:
     asking = HttpRetriever(url)
     found = asking.search(["who", "w" * 41, "what is it"], 1)
-    assert isinstance(
-      found[1], RetrieverError
-    ) and "413 queries[0] has 41 characters, more than 40" in str(found[1])
+    assert found[1] == [] and (asking.refused, asking.lost) == (1, 0)
     assert isinstance(found[0], list) and isinstance(found[2], list)
+  finally:
+    end(process)
+
+
+HOSTILE = {
+  "long": "who " * 250_000,
+  "longer than a server takes": "x" * 8_200,
+  "null bytes": "\0who\0",
+  "half of a surrogate pair": "who \ud800",
+  "control characters": "\x07\x1b[2J\x85\u2028 who",
+  "nothing but control characters": "\0\x01",
+  "empty": "",
+  "blank": " \n ",
+  "quotation marks": '"}], "topk": -1, \\u0000 who',
+  "private characters": "\ue000\U000f0000\ufffe",
+}
+
+
+def test_no_query_decides_whether_its_rollout_is_scored(corpus):
+  """Every retriever gives the same result for it: never a ToolError, never a crash."""
+  process, url = serve(corpus)
+  try:
+    searches = [Search(BM25(read_corpus(corpus)), 2), Search(HttpRetriever(url, retries=0), 2)]
+    embedded, behind_http = [search.run(list(HOSTILE.values())) for search in searches]
+    assert all(isinstance(result, Result) for result in embedded)
+    assert dict(zip(HOSTILE, embedded)) == dict(zip(HOSTILE, behind_http))
+    assert [bool(search.run(["who " * 250_000])) for search in searches] == [True, True]
   finally:
     end(process)

@@ -14,11 +14,29 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import zlib
+
+# C0 and C1 controls and line separators; a null byte ends a text in many a server
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 class RetrieverError(Exception):
   """A retriever could not answer: out of reach, out of time, or its reply makes no sense."""
+
+
+# Longer than any question of a reader; every retriever searches for as much of a query.
+MAX_QUERY_CHARACTERS = 2000
+
+
+def searchable(query: str) -> str:
+  """The query as every retriever can take it: at most MAX_QUERY_CHARACTERS, no control characters.
+
+  What a policy writes must never decide whether its rollout is scored, so that no query may be
+  refused by one retriever and searched by another. Half of a surrogate pair becomes `?`.
+  """
+  cut = query[:MAX_QUERY_CHARACTERS].encode("utf-8", "replace").decode()
+  return _CONTROL.sub(" ", cut).strip()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
