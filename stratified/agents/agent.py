@@ -21,7 +21,7 @@ of its own, has a `side_key`, which no rollout has.
 Token ids are kept as sampled and as fed: text is decoded to find tags, never encoded again.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 import dataclasses
 from typing import Any
 
@@ -126,6 +126,15 @@ def prompt_fault(setting: Setting, pieces: list[tuple[int, ...]]) -> str | None:
     f"the prompt takes {taken} tokens, which leaves no room for an answer of "
     f"{limits.answer_tokens} within max_tokens ({limits.max_tokens}); raise it to at least {needed}"
   )
+
+
+def check_prompts(setting: Setting, questions: Sequence[Question]) -> None:
+  """Raises ValueError where no prompt of these questions leaves room for an answer."""
+  faults = [prompt_fault(setting, prompt_pieces(setting, question.text)) for question in questions]
+  if faults and all(faults):
+    raise ValueError(
+      f"no question fits its budget; the first, question {questions[0].id!r}: {faults[0]}"
+    )
 
 
 def _forced(setting: Setting, num_calls: int) -> str | None:

@@ -254,13 +254,13 @@ def open_task(config) -> base.Task:
   """
   task = named.make(config)
   tokenizer = task.tokenizer
-  agent.check(
-    agent.Setting(
-      tokenizer.encode, tokenizer.decode, tokenizer.eos_id, task.protocol, task.limits, 0
-    )
+  setting = agent.Setting(
+    tokenizer.encode, tokenizer.decode, tokenizer.eos_id, task.protocol, task.limits, 0
   )
+  agent.check(setting)
   task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
   refusals.check_task(config, task)
+  agent.check_prompts(setting, task.questions_at(0))
   return task
 
 
