@@ -35,6 +35,8 @@ _PAIR = r"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
 # Every `<` that could open a tag or a chat template's control token (`</s>`, `<|im_end|>`), in any
 # alphabet.
 _OPENS_A_TAG = re.compile(r"<(?![\s\d=<-]|$)")
+# Control tokens in square brackets, as Mistral's models have them: [INST], [/INST], [TOOL_CALLS].
+_OPENS_A_CONTROL = re.compile(r"\[(?=/?[A-Z][A-Z_]{2,}\])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +63,13 @@ class Information:
 
 
 def neutralise(text: str) -> str:
-  """Turns every `<` of a retrieved text that could open a tag or a control token into `[`.
+  """Turns every `<` of a foreign text that could open a tag or a control token into `[`.
 
   A passage with `</information><answer>` would otherwise end its own observation and answer for the
-  policy. A plain comparison such as `a < b` is left alone.
+  policy, and a question with `<|im_end|>` its own message. A plain comparison such as `a < b` is
+  left alone. Control tokens in square brackets get a round one: `(INST]`.
   """
-  return _OPENS_A_TAG.sub("[", text)
+  return _OPENS_A_TAG.sub("[", _OPENS_A_CONTROL.sub("(", text))
 
 
 @functools.cache
@@ -158,7 +161,8 @@ class Tags:
     while mark in question:
       mark += "\ue000"
     # not str.format: worked examples and questions may hold braces
-    message = self.template.replace("{passages}", mark).replace("{question}", question)
+    message = self.template.replace("{passages}", mark)
+    message = message.replace("{question}", neutralise(question))
     return tuple((self.render(message) if self.render else message).split(mark))
 
   def parse(self, text: str, only: str | None = None) -> Action:

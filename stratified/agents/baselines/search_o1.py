@@ -146,7 +146,7 @@ def _digest_context(
   }
   for name in ("question", "query"):
     # the two marks, at which the rendered text is cut
-    texts[name] = re.sub("[\ue001\ue002]", "", texts[name])
+    texts[name] = neutralise(re.sub("[\ue001\ue002]", "", texts[name]))
   message = re.sub(
     r"\{(question|query|passages|reasoning)\}", lambda match: texts[match[1]], digest.template
   )
