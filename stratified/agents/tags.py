@@ -35,8 +35,11 @@ _PAIR = r"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
 # Every `<` that could open a tag or a chat template's control token (`</s>`, `<|im_end|>`), in any
 # alphabet.
 _OPENS_A_TAG = re.compile(r"<(?![\s\d=<-]|$)")
-# Control tokens in square brackets, as Mistral's models have them: [INST], [/INST], [TOOL_CALLS].
-_OPENS_A_CONTROL = re.compile(r"\[(?=/?[A-Z][A-Z_]{2,}\])")
+# Control tokens of the known families: <|im_end|>, </s>, <bos>, <start_of_turn>; [INST], [/INST].
+_ANGLED_CONTROL = re.compile(
+  r"<(?=[|\uff5c]|/?s>|(?:bos|eos|pad|unk|mask|cls|sep)>|(?:start|end)_of_\w+>|/?tool_\w+>)"
+)
+_SQUARE_CONTROL = re.compile(r"\[(?=/?[A-Z][A-Z_]{2,}\])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +69,17 @@ def neutralise(text: str) -> str:
   """Turns every `<` of a foreign text that could open a tag or a control token into `[`.
 
   A passage with `</information><answer>` would otherwise end its own observation and answer for the
-  policy, and a question with `<|im_end|>` its own message. A plain comparison such as `a < b` is
-  left alone. Control tokens in square brackets get a round one: `(INST]`.
+  policy. A plain comparison such as `a < b` is left alone.
   """
-  return _OPENS_A_TAG.sub("[", _OPENS_A_CONTROL.sub("(", text))
+  return _OPENS_A_TAG.sub("[", _SQUARE_CONTROL.sub("(", text))
+
+
+def spelled_out(text: str) -> str:
+  """Breaks what a question spells of control tokens: `<|im_end|>` would end its own message.
+
+  The opening bracket becomes another: `[|im_end|>`, `(INST]`. Other tags stay.
+  """
+  return _ANGLED_CONTROL.sub("[", _SQUARE_CONTROL.sub("(", text))
 
 
 @functools.cache
@@ -162,7 +172,7 @@ class Tags:
       mark += "\ue000"
     # not str.format: worked examples and questions may hold braces
     message = self.template.replace("{passages}", mark)
-    message = message.replace("{question}", neutralise(question))
+    message = message.replace("{question}", spelled_out(question))
     return tuple((self.render(message) if self.render else message).split(mark))
 
   def parse(self, text: str, only: str | None = None) -> Action:
