@@ -91,7 +91,7 @@ def test_splits_are_chosen_by_name(tmp_path):
     (LINE | {"id": "2", "question": ""}, ["line 2", '"question"', "non-empty"]),
     ({"id": "2", "question": "?"}, ["line 2", '"golden_answers"', "at least one answer"]),
     (LINE | {"id": "2", "golden_answers": []}, ["line 2", '"golden_answers"', "[]"]),
-    (LINE | {"id": "2", "golden_answers": ["x", 5]}, ["line 2", '"golden_answers"', "5"]),
+    (LINE | {"id": "2", "golden_answers": ["x", {"y": 5}]}, ["line 2", '"golden_answers"', "5"]),
     ({"question": "?", "golden_answers": ["x"]}, ["line 2", '"id"', "missing"]),
     (LINE | {"id": "2", "hops": -1}, ["line 2", '"hops"', "-1"]),
     (LINE, ["line 2", '"id"', "dev_0", "line 1", "unique"]),

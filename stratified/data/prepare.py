@@ -1,13 +1,11 @@
 """Turns raw files into those that training and evaluation read, written whole or not at all."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-import csv
 import gzip
 import hashlib
 import json
 import os
 import pathlib
-import sys
 from typing import Any
 import zlib
 
@@ -165,25 +163,26 @@ def _passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _tsv_passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
-  csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
   try:
     with formats.open_text(source) as file:
-      rows = csv.reader(file, delimiter="\t")
-      if (header := next(rows, None)) is None:
+      rows = formats.tsv_rows(file)
+      _, header = next(rows, (0, None))
+      if header is None:
         return
       if header != _TSV_COLUMNS:
         raise ValueError(
           f"{source}: its first row is {header!r}, but passages come with the columns "
           f"{', '.join(_TSV_COLUMNS)}"
         )
-      for row in rows:
-        where = f"{source}, line {rows.line_num}"
+      for line, row in rows:
+        where = f"{source}, line {line}"
         if len(row) != 3:
-          raise ValueError(f"{where}: {len(row)} fields where there must be 3 (id, text, title)")
+          raise ValueError(
+            f"{where}: {len(row)} fields where there must be 3 (id, text, title), all on one line"
+          )
         passage = dict(zip(_TSV_COLUMNS, row))
-        # a title in quotation marks, as in the JSON form; within the tsv they are doubled, which
-        # csv undoes
+        # a title in quotation marks, as in the JSON form; within the tsv they are doubled
         title, text = passage["title"].strip(), string_field(passage, "text", where)
         yield where, id_field(passage, "id", where), f'"{title}"\n{text}' if title else text
-  except (UnicodeDecodeError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+  except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
     raise ValueError(f"{source}: not a readable table ({error}); get it again") from error
