@@ -359,8 +359,9 @@ def test_documents_of_other_servers_are_understood():
     (b'{"result": {}}', "no list named result"),
     (b'{"result": []}', "0 results for 1 queries"),
     (b'{"result": [3]}', "JSON int, not a list"),
-    (b'{"result": [[3]]}', "not a JSON object"),
-    (b'{"result": [[{"document": 3}]]}', "not a JSON object"),
+    (b'{"result": [[3]]}', "neither a JSON object nor text"),
+    (b'{"result": [[{"document": 3}]]}', "neither a JSON object nor text"),
+    (b'{"result": [[{"document": null, "contents": "x"}]]}', "neither a JSON object nor text"),
     (b'{"result": [[{"contents": "x"}]]}', "the id null"),
     (b'{"result": [[{"id": true}]]}', "the id true"),
     (b'{"result": [[{"id": "1", "contents": 3}]]}', "no contents that are text"),
@@ -442,3 +443,20 @@ def test_a_cache_changes_no_result(capacity):
 def test_a_cache_without_room_is_refused():
   with pytest.raises(ValueError, match="capacity is 0"):
     Cached(Counting(), 0)
+
+
+@pytest.mark.parametrize(
+  "item",
+  [
+    {"contents": '"Oslo"\nA city.'},
+    {"document": {"contents": '"Oslo"\nA city.'}},
+    {"document": {"title": "Oslo", "text": "A city."}},
+    {"document": '"Oslo"\nA city.', "score": None},
+    '"Oslo"\nA city.',
+  ],
+)
+def test_a_server_that_gives_contents_without_id_or_score_is_read(item):
+  body = json.dumps({"result": [[item], [item]]}).encode()
+  (found,), (again,) = wire.parse_reply(body, count=2, topk=1)
+  assert (found.title, found.text, found.score) == ("Oslo", "A city.", None)
+  assert found.id.startswith("contents-") and found == again
