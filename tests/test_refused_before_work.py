@@ -3,6 +3,7 @@
 import pytest
 from test_train import config, run
 
+from stratified.data import tokenizer
 from stratified.runs import build
 
 FIELDS = ("strata.name", "reward.name", "advantage.name", "task.name", "tools", "algorithm.name")
@@ -30,6 +31,31 @@ def test_what_is_nothing_of_ones_own_is_a_sentence_that_names_its_field(field, s
   if field != "tools":  # what is loaded but no tool is named itself
     assert field in str(caught.value) and spec.removesuffix(":c") in str(caught.value)
   assert len(str(caught.value).splitlines()) == 1
+
+
+def test_tokens_without_an_embedding_and_embeddings_without_a_token_are_known():
+  made = tokenizer.from_pieces([" a", " b"])
+  size = made.vocab_size
+  made.backend.add_tokens(["<x>", "<y>"])
+  assert made.gaps(size + 5) == ((size + 2, size + 5),) and made.gaps(size + 2) == ()
+  made.check_embedded(size + 2)
+  with pytest.raises(
+    ValueError, match=f"2 tokens without an embedding, the first '<x>' .* {size};"
+  ):
+    made.check_embedded(size)
+
+
+def test_a_run_whose_tokenizer_outgrew_its_model_is_refused(monkeypatch):
+  opened = build.open_task
+
+  def with_more(config):
+    task = opened(config)
+    task.tokenizer.backend.add_tokens(["<x>"])
+    return task
+
+  monkeypatch.setattr(build, "open_task", with_more)
+  with pytest.raises(ValueError, match="the tokenizer has 1 token without an embedding"):
+    build.build(config())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The HTTP retriever against a server in this process whose replies are broken on purpose."""
 
+import json
 import math
 import random
 import socket
@@ -362,8 +363,8 @@ def test_documents_of_other_servers_are_understood():
     (b'{"result": [[3]]}', "neither a JSON object nor text"),
     (b'{"result": [[{"document": 3}]]}', "neither a JSON object nor text"),
     (b'{"result": [[{"document": null, "contents": "x"}]]}', "neither a JSON object nor text"),
-    (b'{"result": [[{"contents": "x"}]]}', "the id null"),
-    (b'{"result": [[{"id": true}]]}', "the id true"),
+    (b'{"result": [[{"id": true, "contents": "x"}]]}', "the id true"),
+    (b'{"result": [[{"id": "1"}]]}', "no contents that are text"),
     (b'{"result": [[{"id": "1", "contents": 3}]]}', "no contents that are text"),
     (b'{"result": [[{"id": "1", "contents": "\\ud800"}]]}', "no contents that are text"),
   ],

@@ -30,6 +30,25 @@ class Tokenizer:
   def vocab_size(self) -> int:
     return self.backend.get_vocab_size(with_added_tokens=True)
 
+  def gaps(self, size: int) -> tuple[tuple[int, int], ...]:
+    """The ids below `size` that are no token, as ranges [first, end): a vocabulary's padding."""
+    ids = sorted(
+      {id for id in self.backend.get_vocab(with_added_tokens=True).values() if id < size}
+    )
+    ends = zip([-1, *ids], [*ids, size])
+    return tuple((before + 1, after) for before, after in ends if after > before + 1)
+
+  def check_embedded(self, size: int) -> None:
+    """Raises ValueError where a model of `size` embeddings has none for a token's id."""
+    vocabulary = self.backend.get_vocab(with_added_tokens=True)
+    beyond = sorted((id, token) for token, id in vocabulary.items() if id >= size)
+    if beyond:
+      raise ValueError(
+        f"the tokenizer has {len(beyond)} token{'s' * (len(beyond) > 1)} without an embedding, "
+        f"the first {beyond[0][1]!r} with the id {beyond[0][0]}, where the model has {size}; "
+        "resize the model's embeddings, or bring tokenizer.json back as it came with the model"
+      )
+
   def encode(self, text: str) -> list[int]:
     return self.backend.encode(text, add_special_tokens=False).ids
 

@@ -19,6 +19,7 @@ from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm, Stage
 from stratified.algorithms.supervised import Supervised
 from stratified.config import read
+from stratified.data.tokenizer import Tokenizer
 from stratified.learner import batching, trial, update
 from stratified.learner import optimizer as optimizers
 from stratified.policy import decoder, families, lora
@@ -88,6 +89,8 @@ def build(config, *, task: bool = True) -> Run:
   if not task:
     return run
   opened = open_task(config)
+  if isinstance(opened.tokenizer, Tokenizer):  # a task from outside may bring another
+    opened.tokenizer.check_embedded(run.model.vocab_size)
   return dataclasses.replace(
     run,
     task=opened,

@@ -83,6 +83,9 @@ class JaxSampler:
   ):
     self._model, self._config, self._tokenizer = config, sampler, tokenizer
     self._mesh = lane_programs.make_mesh(devices or jax.local_devices()[:1])
+    # a padded vocabulary's ids without a token
+    gaps = getattr(tokenizer, "gaps", lambda size: ())
+    self._gaps = gaps(config.vocab_size)
     self._params = None
     self._cache = None
     self._forget()
@@ -285,6 +288,7 @@ class JaxSampler:
       token,
       position,
       key,
+      gaps=self._gaps,
     )
     tokens, log_probs = np.asarray(tokens), np.asarray(log_probs)
     self.stats["lane_steps"] += c.block * lanes
