@@ -256,10 +256,7 @@ def open_task(config) -> base.Task:
   keep to.
   """
   task = named.make(config)
-  tokenizer = task.tokenizer
-  setting = agent.Setting(
-    tokenizer.encode, tokenizer.decode, tokenizer.eos_id, task.protocol, task.limits, 0
-  )
+  setting = agent.Setting.of(task.tokenizer, task.protocol, task.limits)
   agent.check(setting)
   task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
   refusals.check_task(config, task)

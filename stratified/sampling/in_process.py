@@ -337,9 +337,10 @@ class JaxSampler:
     self, before: list[int], new: list[int], stop: tuple[str, ...]
   ) -> tuple[int, str | None]:
     """How many of the new tokens count, and whether the last of them ends the generation."""
-    eos = self._tokenizer.eos_id
-    if eos in new:
-      new = new[: new.index(eos) + 1]
+    ends = (self._tokenizer.eos_id, *getattr(self._tokenizer, "other_ends", ()))
+    ended = [new.index(end) for end in ends if end in new]
+    if ended:
+      new = new[: min(ended) + 1]
     # A stop string may begin in earlier tokens: one that adds text per token spans at most its own
     # length of them.
     window = before[-max(map(len, stop), default=0) :] if stop else []
@@ -350,7 +351,7 @@ class JaxSampler:
         middle = (low + high) // 2
         low, high = (low, middle) if found(middle) else (middle, high)
       return high, "stop"
-    return len(new), "stop" if new and new[-1] == eos else None
+    return len(new), "stop" if new and new[-1] in ends else None
 
 
 def bucket(length: int) -> int:

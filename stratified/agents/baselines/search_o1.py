@@ -163,7 +163,7 @@ def _digest_context(
       for token in segment.token_ids
     ]
     encoded["\ue002"] = tuple(
-      [token for token in said if token != setting.eos_id][-max(1, room // 4) :]
+      [token for token in said if token not in setting.ends][-max(1, room // 4) :]
     )
     room -= len(encoded["\ue002"])
   if room < 1:
