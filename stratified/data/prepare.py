@@ -120,27 +120,32 @@ def _counted(
 
 
 class _NewIds:
-  """Sees that no id comes twice; ids that count upwards (as Wikipedia's do) take no memory."""
+  """Sees that no id comes twice; a whole number, as Wikipedia's ids are, takes a bit of memory."""
+
+  MOST = 2**28  # numbers from here on are kept as text
 
   def __init__(self):
-    self._last, self._others = -1, set()
+    self._numbers, self._others = bytearray(), set()
 
   def check(self, id_: str, where: str):
-    if (
-      id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0") and int(id_) > self._last
-    ):
-      self._last = int(id_)
-      if id_ in self._others:
-        raise ValueError(f"{where}: the id {id_!r} has come before; ids must be unique")
-      return
     counted = id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0")
-    if counted or id_ in self._others:
-      raise ValueError(
-        f"{where}: the id {id_!r} has come before, or is a number out of order; ids must be "
-        "unique, "
-        "and whole numbers must grow (sort the file by id)"
-      )
+    if not self._add_number(int(id_)) if counted and len(id_) < 11 else not self._add_other(id_):
+      raise ValueError(f"{where}: the id {id_!r} has come before; ids must be unique")
+
+  def _add_number(self, number: int) -> bool:
+    if number >= self.MOST:
+      return self._add_other(str(number))
+    at, bit = number >> 3, 1 << (number & 7)
+    if at >= len(self._numbers):
+      self._numbers.extend(bytes(at + 1 - len(self._numbers)))
+    new = not self._numbers[at] & bit
+    self._numbers[at] |= bit
+    return new
+
+  def _add_other(self, id_: str) -> bool:
+    new = id_ not in self._others
     self._others.add(id_)
+    return new
 
 
 def _passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:

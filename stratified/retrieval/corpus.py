@@ -3,6 +3,7 @@
 A corpus file is JSON Lines, plain or .gz, as Search-R1 and FlashRAG have it, one passage a line:
 
     {"id": "7", "contents": "\\"Title\\"\\ntext"}
+    {"id": "7", "title": "Title", "text": "text"}
 
 A `title` field, where there is one, says what the first line of `contents` is.
 """
@@ -106,10 +107,11 @@ def corpus_digest(passages: Iterable[Passage]) -> str:
 
 def passage_from_record(record: dict, where: str) -> Passage:
   """Makes a passage of a corpus line; ValueError, naming `where` and field, where it is none."""
+  title = string_field(record, "title", where) if record.get("title") else None
+  if record.get("contents") is None and record.get("text") is not None:
+    return Passage(id_field(record, "id", where), title or "", string_field(record, "text", where))
   return passage_from_contents(
-    id_field(record, "id", where),
-    string_field(record, "contents", where),
-    string_field(record, "title", where) if record.get("title") else None,
+    id_field(record, "id", where), string_field(record, "contents", where), title
   )
 
 
