@@ -11,8 +11,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from configs import search_r1
 from stratified.data import readers
 from stratified.data.readers import questions_at, read_questions
+from stratified.tasks import search_qa
+from stratified.tools import search as search_tool
 from stratified.types import Question
 
 LINE = {
@@ -340,3 +343,20 @@ def test_questions_may_begin_with_a_byte_order_mark_and_faults_keep_their_place(
   path.write_bytes(b"\xef\xbb\xbf\xff\n")
   with pytest.raises(ValueError, match="nq.jsonl, line 1: not UTF-8 text"):
     readers.read_questions(path)
+
+
+@pytest.mark.parametrize("held_out_split, said", [("", True), ("dev", False)])
+def test_questions_that_are_trained_on_and_held_out_are_said(
+  tmp_path, capsys, monkeypatch, held_out_split, said
+):
+  rows = [
+    LINE | {"id": str(i), "question": f"Who {i}?", "split": split}
+    for i, split in enumerate(["train", "train", "dev"])
+  ]
+  monkeypatch.setattr(search_qa, "search", lambda config: search_tool.Search(None))
+  config = search_r1.get_config("tiny")
+  config.data.questions = str(write_jsonl(tmp_path / "mine.jsonl", *rows))
+  config.data.held_out_split = held_out_split
+  search_qa.make(config)
+  found = capsys.readouterr().out
+  assert ("2 of 3 held-out questions are trained on too" in found) == said
