@@ -779,3 +779,19 @@ def test_a_corpus_of_title_and_text_is_read_as_it_stands(tmp_path):
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   wanted = [Passage("1", "Oslo", "A city."), Passage("2", "", "Bare.")]
   assert read_corpus(path) == wanted
+
+
+def test_a_corpus_of_ones_own_is_not_called_wikipedia_and_replaces_none_silently(tmp_path, capsys):
+  for name in ("mine", "other"):
+    lines(tmp_path / f"{name}.jsonl", {"id": "1", "contents": name})
+  licences = {}
+  for name in ("mine.jsonl", "other.jsonl", "psgs_w100.tsv"):
+    if name.endswith("tsv"):
+      (tmp_path / name).write_text("id\ttext\ttitle\n1\tx\t\n")
+    with flagsaver.flagsaver(corpus=str(tmp_path / name), out=str(tmp_path / "out")):
+      prepare_data._write_corpus(found := {"files": {}}, tmp_path / "out", tmp_path / name)
+    ((_, entry),) = found["files"].items()
+    licences[name] = entry["licence"]
+  assert "Wikipedia" in licences["psgs_w100.tsv"]
+  assert "Wikipedia" not in licences["mine.jsonl"] + licences["other.jsonl"]
+  assert capsys.readouterr().out.count("is replaced: it was made from another corpus") == 2
