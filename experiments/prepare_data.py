@@ -17,6 +17,7 @@ are verified; the same command resumes them.
 import json
 import os
 import pathlib
+import re
 import sys
 
 from absl import flags
@@ -353,11 +354,15 @@ def _write_corpus(manifest: dict, out: pathlib.Path, source: pathlib.Path) -> No
     known.get("sources") == [origin] and target.exists() and target.stat().st_size == known["bytes"]
   ):
     return
+  if target.exists():
+    print(f"{target} is replaced: it was made from another corpus", flush=True)
   with Progress(None, "passages") as progress:
     written = prepare.write_corpus(source, target, progress.update)
   manifest["files"][path] = written | {
     "set": "corpus",
-    "licence": prepare.licence("corpus"),
+    "licence": prepare.licence(
+      "corpus" if re.search(r"wiki-?18|psgs_w100", source.name) else "own corpus"
+    ),
     "sources": [origin],
   }
 

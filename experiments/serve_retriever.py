@@ -54,6 +54,9 @@ _MAX_TOPK = flags.DEFINE_integer("max_topk", 100, "The largest topk of a request
 _MAX_QUERIES = flags.DEFINE_integer("max_queries", 4096, "Queries of one request.", 1)
 _MAX_CHARACTERS = flags.DEFINE_integer("max_query_characters", 8192, "Characters of a query.", 1)
 _MAX_BODY = flags.DEFINE_integer("max_body_bytes", 16 * 2**20, "Bytes of a request's body.", 1)
+_READ_S = flags.DEFINE_float(
+  "read_s", 30.0, "Seconds that a request's headers, or its body, may take to come.", 0.1
+)
 _GRACE_S = flags.DEFINE_float(
   "grace_s", 30.0, "Seconds that running requests get to end after SIGTERM.", 0
 )
@@ -98,6 +101,7 @@ def main(_) -> None:
       searched,
       default_topk=_TOPK.value,
       bounds=bounds,
+      read_s=_READ_S.value,
       max_batch=_MAX_BATCH.value,
       max_queued=_MAX_QUEUED.value,
       max_wait_s=_MAX_WAIT_S.value,
@@ -113,6 +117,7 @@ def main(_) -> None:
   server.serve(
     served,
     bound,
+    read_s=_READ_S.value,
     grace_s=_GRACE_S.value,
     on_start=lambda: print(
       f"serving {what} at {server.address(bound)} after {time.perf_counter() - start:.1f} s",

@@ -24,7 +24,7 @@ from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, command_line, explain, settings, trainer
-from stratified.runs.checkpoint import check_config
+from stratified.runs.claim import check_config, Claim
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
 
@@ -61,7 +61,8 @@ def main(_) -> None:
       sys.exit(f"{error}")
   stop = Stop()
   try:
-    run(config, pathlib.Path(_WORKDIR.value), stop)
+    with Claim() as claim:
+      run(config, pathlib.Path(_WORKDIR.value), stop, claim)
   except BaseException as error:
     processes.leave(error)
     raise
@@ -69,7 +70,7 @@ def main(_) -> None:
     sys.exit(command_line.INTERRUPTED)
 
 
-def run(config, workdir: pathlib.Path, stop: Stop) -> None:
+def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
   try:
     # Before any work, and before the workdir belongs to this config: everything that can be
     # refused.
@@ -78,11 +79,12 @@ def run(config, workdir: pathlib.Path, stop: Stop) -> None:
     sys.exit(f"{error}")
   try:
 
-    def claim():
+    def begin():
+      claim.take(workdir)  # of several processes of one run, the first alone
       check_config(workdir, made.workdir_config, settings.rules())
       retrievers.check_same(workdir, made.task)
 
-    processes.first_then_all(claim, "workdir")
+    processes.first_then_all(begin, "workdir")
   except ValueError as error:
     sys.exit(f"{error}")
   except OSError as error:

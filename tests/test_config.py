@@ -386,7 +386,7 @@ def test_a_password_in_a_url_is_not_shown(url, shown):
 
 
 def test_a_workdir_and_the_page_of_fields_hold_no_password(tmp_path):
-  from stratified.runs.checkpoint import check_config
+  from stratified.runs.claim import check_config
 
   config = smallest()
   config.retriever.url = "http://me:pw@127.0.0.1:1"

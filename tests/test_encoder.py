@@ -257,6 +257,39 @@ def test_e5_is_known_by_its_name(tmp_path, name, prefixed):
   assert weights.prefixes_of(directory)["query"] == "query: "
 
 
+@pytest.mark.parametrize(
+  "name, prompts, expected",
+  [
+    ("multilingual-e5-large-instruct", None, (weights.INSTRUCTION, "")),
+    ("e5-base-v2", {"query": "q: ", "document": "d: "}, ("q: ", "d: ")),
+    ("encoder", {"query": "ask: ", "passage": "told: ", "document": "no"}, ("ask: ", "told: ")),
+    ("encoder", {"query": "ask: "}, ("ask: ", "")),
+    ("e5-base-v2", {"query": "", "document": ""}, ("query: ", "passage: ")),
+    ("e5-base-v2", {"clustering": "c: "}, ("query: ", "passage: ")),
+    ("e5-base-v2", {}, ("query: ", "passage: ")),
+  ],
+)
+def test_what_the_directory_says_of_prefixes_counts(tmp_path, name, prompts, expected):
+  directory = tmp_path / name
+  directory.mkdir()
+  (directory / "config.json").write_text("{}")
+  if prompts is not None:
+    stored = directory / "config_sentence_transformers.json"
+    stored.write_text(json.dumps({"prompts": prompts}))
+  assert weights.prefixes_of(directory) == dict(zip(("query", "passage"), expected))
+
+
+def test_an_encoder_that_does_not_say_how_it_pools_is_refused_or_named(tmp_path, capsys):
+  for name in ("bge-base-en", "some-encoder", "e5-small"):
+    small_encoders.save(tmp_path / name)
+  with pytest.raises(ValueError, match="bge-base-en has no 1_Pooling.* first token"):
+    weights.load_config(tmp_path / "bge-base-en")
+  weights.load_config(tmp_path / "some-encoder")
+  assert "some-encoder does not say how it pools" in capsys.readouterr().out
+  weights.load_config(tmp_path / "e5-small")
+  assert not capsys.readouterr().out
+
+
 def test_prefixes_stand_in_front_by_role_and_in_the_manifest(bert):
   directory, _, plain = bert
   encoder = Encoder.load(

@@ -21,7 +21,7 @@ from stratified.data import tokenizer as tokenizers
 from stratified.policy import decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.files import safetensors as tensor_files
-from stratified.runs import build, checkpoint, settings
+from stratified.runs import build, checkpoint, claim, settings
 from stratified.runs.weights import of_stage
 from stratified.tasks.encyclopedia import vocabulary
 
@@ -62,7 +62,7 @@ def moved(tree, scale=0.2):
 
 def run(workdir, config, steps=(2, 5)):
   """A workdir with checkpoints as train.py writes them; the state of the last step."""
-  checkpoint.check_config(workdir, json.loads(config.to_json()), settings.rules())
+  claim.check_config(workdir, json.loads(config.to_json()), settings.rules())
   weights = weights_of(config)
   state = weights.begin(
     build.initial_params(config, weights.model, weights.mesh, dtype=weights.start_dtype)
@@ -386,7 +386,7 @@ def test_an_export_that_fails_leaves_the_one_before(trained, tmp_path):
   before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
   weights = weights_of(config_of())
   broken = tmp_path / "broken"
-  checkpoint.check_config(broken, json.loads(config_of().to_json()), settings.rules())
+  claim.check_config(broken, json.loads(config_of().to_json()), settings.rules())
   with checkpoint.Checkpointer(broken, every=1) as checkpointer:
     checkpointer.save(
       1,

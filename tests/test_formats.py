@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from stratified.data import formats, readers
+from stratified.data import formats, prepare, readers
 from stratified.types import Question
 
 
@@ -313,9 +313,9 @@ def test_a_name_that_only_looks_like_a_set_is_none(tmp_path):
     (
       "nq.jsonl",
       '{"question": "x", "answer": []}',
-      r"nq.jsonl, line 1, field \"answer\": it is \[\]; it must hold at least one",
+      r"nq.jsonl, line 1, field \"answer\": it is \[\]; it must be a list of at least one",
     ),
-    ("nq.jsonl", '{"question": "x", "answer": ["  "]}', "must hold at least one answer"),
+    ("nq.jsonl", '{"question": "x", "answer": ["  "]}', "must be a list of at least one answer"),
     ("nq.jsonl", '{"question": "", "answer": ["x"]}', "field \"question\": it is ''"),
     (
       "nq.jsonl",
@@ -388,3 +388,104 @@ def test_json_lines_under_a_json_name_may_begin_with_a_byte_order_mark(tmp_path)
     "\n".join(map(json.dumps, MUSIQUE)), encoding="utf-8-sig"
   )
   assert len(read(tmp_path / "musique_dev.json")) == 1
+
+
+###  Every row stays a row  ###
+
+
+PASSAGES = (
+  '1\t"He said so, and it went on.\tOpen\n'
+  "2\tIn between.\tMiddle\n"
+  '3\tA 20" pipe and a 3" one\tPipe\n'
+  '4\tThe end"\tEnd\n'
+  '5\t"A ""quoted"" text\twith a tab."\t"Title"\n'
+)
+
+
+def test_a_quotation_mark_left_open_joins_no_rows(tmp_path):
+  rows = list(formats.tsv_rows(PASSAGES.splitlines(keepends=True)))
+  assert [fields[0] for _, fields in rows] == ["1", "2", "3", "4", "5"]
+  assert rows[0][1] == ["1", '"He said so, and it went on.', "Open"]
+  assert rows[2][1][1] == 'A 20" pipe and a 3" one'
+  assert rows[4] == (5, ["5", 'A "quoted" text\twith a tab.', "Title"])
+  (tmp_path / "c.tsv").write_text("id\ttext\ttitle\n" + PASSAGES)
+  prepare.write_corpus(tmp_path / "c.tsv", tmp_path / "c.jsonl")
+  written = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+  assert [one["id"] for one in written] == ["1", "2", "3", "4", "5"]
+  assert written[0]["contents"] == '"Open"\n"He said so, and it went on.'
+
+
+def test_a_row_over_two_lines_is_refused_with_its_line(tmp_path):
+  (tmp_path / "popqa.tsv").write_text('id\tquestion\tpossible_answers\n1\t"x\ny"\t["a"]\n')
+  with pytest.raises(ValueError, match="row 2: 2 fields, .*a row is one line"):
+    read(tmp_path / "popqa.tsv")
+
+
+def test_a_csv_with_a_quotation_mark_left_open_is_refused(tmp_path):
+  text = 'Question,Answer\n"Who,Ada\nWhere?,"20"" pipe"\nWhen?,"now"\n'
+  (tmp_path / "bamboogle.csv").write_text(text)
+  with pytest.raises(ValueError, match="not a readable table"):
+    read(tmp_path / "bamboogle.csv")
+
+
+def test_a_parquet_row_keeps_its_split(tmp_path):
+  parquet = pytest.importorskip("pyarrow.parquet")
+  import pyarrow
+
+  row = {
+    "data_source": "nq",
+    "question": "Who?",
+    "reward_model": {"ground_truth": {"target": ["Ada"]}},
+  }
+  rows = [
+    row | {"extra_info": {"index": i, "split": s}} for i, s in enumerate(["train", "test", ""])
+  ]
+  parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "all.parquet")
+  assert [one["split"] for one in read(tmp_path / "all.parquet", split="dev")] == [
+    "train",
+    "test",
+    "dev",
+  ]
+
+
+###  One rule for answers  ###
+
+GIVEN = [
+  ("Paris", ("Paris",)),
+  (["Paris", " "], ("Paris",)),
+  (["Paris", None, ""], ("Paris",)),
+  (1912, ("1912",)),
+  ([1912, "nineteen twelve"], ("1912", "nineteen twelve")),
+  ([1912.0, 0.5], ("1912", "0.5")),
+  ('["Paris", "Lutetia"]', ("Paris", "Lutetia")),
+  ("['Paris', \"L'Isle\"]", ("Paris", "L'Isle")),
+  ("[1912]", ("1912",)),
+  ("[sic]", ("[sic]",)),
+  ("[", ("[",)),
+]
+REFUSED = [[], None, "", ["  "], [None], {"a": 1}, [["a"]], [True], True, [float("nan")], "[]"]
+
+
+def both(tmp_path, answers):
+  """The answers as training reads them, and as they are prepared for it."""
+  record = {"id": "1", "question": "Where?", "golden_answers": answers}
+  path = tmp_path / "nq.jsonl"
+  path.write_text(json.dumps(record) + "\n")
+  yield lambda: readers.read_questions(path)[0].golden_answers
+  yield lambda: tuple(next(formats.read(path, name="nq", split="dev"))["golden_answers"])
+  path = tmp_path / "open" / "nq.jsonl"
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(json.dumps({"question": "Where?", "answer": answers}) + "\n")
+  yield lambda: tuple(next(formats.read(path, name="nq", split="dev"))["golden_answers"])
+
+
+@pytest.mark.parametrize("given, answers", GIVEN)
+def test_every_reader_takes_the_same_for_answers(tmp_path, given, answers):
+  assert [found() for found in both(tmp_path, given)] == [answers] * 3
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_every_reader_refuses_the_same_with_the_row(tmp_path, given):
+  for found in both(tmp_path, given):
+    with pytest.raises(ValueError, match="nq.jsonl, line 1, field .*answer"):
+      found()

@@ -53,6 +53,27 @@ def of_new(prompt, completion, temperature=1.0):
   return logits[len(prompt) - 1 : -1], logp[len(prompt) :]
 
 
+class Padded(OneCharacterEach):
+  """Has no token for some of the model's ids."""
+
+  def gaps(self, size):
+    return ((4, 9), (20, size))
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_p": 0.9}])
+def test_ids_without_a_token_are_never_drawn_and_log_probs_are_the_trainers(changes):
+  prompts = [PROMPT, (2,), (7, 7), tuple(range(1, 20))]
+  requests = [request(tokens=prompt, question=q, new=25) for q, prompt in enumerate(prompts)]
+  drawn = {True: set(), False: set()}
+  for padded, tokenizer in {True: Padded(27, eos_id=-1), False: NO_END}.items():
+    for prompt, completion in zip(prompts, sampler_of(tokenizer, **changes).generate(requests)):
+      drawn[padded] |= set(completion.token_ids)
+      _, logp = of_new(prompt, completion)
+      np.testing.assert_allclose(completion.log_probs, logp, atol=4e-4)
+  without = {*range(4, 9), *range(20, 27)}
+  assert drawn[False] & without and not drawn[True] & without
+
+
 # --- What is sampled is what the model says ---
 
 

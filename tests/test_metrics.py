@@ -279,3 +279,24 @@ def test_any_text_stays_one_line_of_utf8(tmp_path):
     writer.write_trajectories(5, [{"answer": hostile}, {"answer": "second"}])
   text = metrics.trajectory_path(tmp_path, 5).read_text(encoding="utf-8")
   assert [json.loads(line)["answer"] for line in text.splitlines()] == [hostile, "second"]
+
+
+@pytest.mark.parametrize(
+  "before, said", [(None, "metrics.jsonl is gone"), (3, "metrics.jsonl ends at step 3"), (5, None)]
+)
+def test_a_resumed_run_says_which_rows_are_gone(tmp_path, capsys, before, said):
+  if before:
+    rows = "".join(f'{{"step": {step}}}\n' for step in range(1, before + 1))
+    (tmp_path / "metrics.jsonl").write_text(rows)
+  with metrics.Writer(tmp_path, resume_step=5):
+    pass
+  found = capsys.readouterr().out
+  assert (said is None and not found) or (said in found and "checkpoint is of step 5" in found)
+
+
+def test_a_resumed_warm_start_says_that_its_rows_are_gone(tmp_path, capsys):
+  with metrics.Writer(tmp_path, warm_start_step=4):
+    pass
+  assert "metrics.jsonl is gone, but the checkpoint is of warm_start/step 4" in (
+    capsys.readouterr().out
+  )

@@ -19,7 +19,7 @@ import pytest
 from configs import search_r1
 from experiments import prepare_data
 from stratified.data import prepare, readers
-from stratified.retrieval.corpus import read_corpus
+from stratified.retrieval.corpus import Passage, read_corpus
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -401,7 +401,8 @@ def test_a_compressed_corpus_has_the_same_bytes_each_time(tmp_path):
     (["0", "1", "5"], True),
     (["a", "b", "01", "1"], True),
     (["1", "1"], False),
-    (["2", "1"], False),
+    (["2", "1"], True),
+    (["2", "1", "2"], False),
     (["a", "1", "a"], False),
     (["٣", "3"], True),
     (["", "1"], False),
@@ -756,3 +757,41 @@ def test_a_corpus_may_begin_with_a_byte_order_mark(tmp_path, name, content):
   (tmp_path / name).write_text(content, encoding="utf-8-sig")
   prepare.write_corpus(tmp_path / name, tmp_path / "o.jsonl")
   assert (tmp_path / "o.jsonl").read_text() == '{"id": "1", "contents": "x"}\n'
+
+
+def test_ids_may_come_in_any_order_and_none_twice(tmp_path):
+  ids = ["3", "1", "007", "2", "x", "99999999999", "4294967296", "0"]
+  write = lambda found: (tmp_path / "c.jsonl").write_text(
+    "".join(json.dumps({"id": id_, "contents": "x"}) + "\n" for id_ in found)
+  )
+  write(ids)
+  prepare.write_corpus(tmp_path / "c.jsonl", tmp_path / "o.jsonl")
+  assert [json.loads(line)["id"] for line in (tmp_path / "o.jsonl").open()] == ids
+  for again in ids:
+    write([*ids, again])
+    with pytest.raises(ValueError, match=f"line 9: the id '{again}' has come before"):
+      prepare.write_corpus(tmp_path / "c.jsonl", tmp_path / "o.jsonl")
+
+
+def test_a_corpus_of_title_and_text_is_read_as_it_stands(tmp_path):
+  rows = [{"id": 1, "title": "Oslo", "text": "A city."}, {"id": "2", "text": "Bare."}]
+  path = tmp_path / "c.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  wanted = [Passage("1", "Oslo", "A city."), Passage("2", "", "Bare.")]
+  assert read_corpus(path) == wanted
+
+
+def test_a_corpus_of_ones_own_is_not_called_wikipedia_and_replaces_none_silently(tmp_path, capsys):
+  for name in ("mine", "other"):
+    lines(tmp_path / f"{name}.jsonl", {"id": "1", "contents": name})
+  licences = {}
+  for name in ("mine.jsonl", "other.jsonl", "psgs_w100.tsv"):
+    if name.endswith("tsv"):
+      (tmp_path / name).write_text("id\ttext\ttitle\n1\tx\t\n")
+    with flagsaver.flagsaver(corpus=str(tmp_path / name), out=str(tmp_path / "out")):
+      prepare_data._write_corpus(found := {"files": {}}, tmp_path / "out", tmp_path / name)
+    ((_, entry),) = found["files"].items()
+    licences[name] = entry["licence"]
+  assert "Wikipedia" in licences["psgs_w100.tsv"]
+  assert "Wikipedia" not in licences["mine.jsonl"] + licences["other.jsonl"]
+  assert capsys.readouterr().out.count("is replaced: it was made from another corpus") == 2

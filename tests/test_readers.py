@@ -11,8 +11,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from configs import search_r1
 from stratified.data import readers
 from stratified.data.readers import questions_at, read_questions
+from stratified.tasks import search_qa
+from stratified.tools import search as search_tool
 from stratified.types import Question
 
 LINE = {
@@ -91,7 +94,7 @@ def test_splits_are_chosen_by_name(tmp_path):
     (LINE | {"id": "2", "question": ""}, ["line 2", '"question"', "non-empty"]),
     ({"id": "2", "question": "?"}, ["line 2", '"golden_answers"', "at least one answer"]),
     (LINE | {"id": "2", "golden_answers": []}, ["line 2", '"golden_answers"', "[]"]),
-    (LINE | {"id": "2", "golden_answers": ["x", 5]}, ["line 2", '"golden_answers"', "5"]),
+    (LINE | {"id": "2", "golden_answers": ["x", {"y": 5}]}, ["line 2", '"golden_answers"', "5"]),
     ({"question": "?", "golden_answers": ["x"]}, ["line 2", '"id"', "missing"]),
     (LINE | {"id": "2", "hops": -1}, ["line 2", '"hops"', "-1"]),
     (LINE, ["line 2", '"id"', "dev_0", "line 1", "unique"]),
@@ -340,3 +343,20 @@ def test_questions_may_begin_with_a_byte_order_mark_and_faults_keep_their_place(
   path.write_bytes(b"\xef\xbb\xbf\xff\n")
   with pytest.raises(ValueError, match="nq.jsonl, line 1: not UTF-8 text"):
     readers.read_questions(path)
+
+
+@pytest.mark.parametrize("held_out_split, said", [("", True), ("dev", False)])
+def test_questions_that_are_trained_on_and_held_out_are_said(
+  tmp_path, capsys, monkeypatch, held_out_split, said
+):
+  rows = [
+    LINE | {"id": str(i), "question": f"Who {i}?", "split": split}
+    for i, split in enumerate(["train", "train", "dev"])
+  ]
+  monkeypatch.setattr(search_qa, "search", lambda config: search_tool.Search(None))
+  config = search_r1.get_config("tiny")
+  config.data.questions = str(write_jsonl(tmp_path / "mine.jsonl", *rows))
+  config.data.held_out_split = held_out_split
+  search_qa.make(config)
+  found = capsys.readouterr().out
+  assert ("2 of 3 held-out questions are trained on too" in found) == said

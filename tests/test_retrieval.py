@@ -80,7 +80,7 @@ def test_takes_contents_apart(contents, title, expected):
   [
     ('{"id": "2", "contents": ', ["line 2", "not JSON"]),
     ('["2"]', ["line 2", "list", "one JSON object"]),
-    ('{"id": "2", "text": "x"}', ["line 2", '"contents"', "missing", "id, text"]),
+    ('{"id": "2", "body": "x"}', ["line 2", '"contents"', "missing", "body, id"]),
     ('{"id": "2", "contents": 5}', ["line 2", '"contents"', "5"]),
     ('{"id": "2", "contents": "  "}', ["line 2", '"contents"', "non-empty"]),
     ('{"contents": "x"}', ["line 2", '"id"', "missing"]),

@@ -1,5 +1,6 @@
 """The HTTP retriever against a server in this process whose replies are broken on purpose."""
 
+import json
 import math
 import random
 import socket
@@ -104,7 +105,15 @@ def test_a_request_that_is_refused_is_not_sent_again(status):
   with Faulty(echo, [str(status)]) as server:
     (found,) = retriever(server).search(["a"], 2)
   assert isinstance(found, RetrieverError) and f"refused it: {status} made to fail" in str(found)
-  assert len(server.seen) == 1
+  assert [body["queries"] for body in server.seen] == [["a"], ["health"]]
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_query_that_alone_is_refused_finds_nothing(status):
+  with Faulty(echo, [str(status), "ok"]) as server:
+    asking = retriever(server)
+    assert asking.search(["a"], 2) == [[]]
+  assert (asking.refused, asking.lost) == (1, 0)
 
 
 @pytest.mark.parametrize("status", [301, 401, 403, 404])
@@ -351,10 +360,11 @@ def test_documents_of_other_servers_are_understood():
     (b'{"result": {}}', "no list named result"),
     (b'{"result": []}', "0 results for 1 queries"),
     (b'{"result": [3]}', "JSON int, not a list"),
-    (b'{"result": [[3]]}', "not a JSON object"),
-    (b'{"result": [[{"document": 3}]]}', "not a JSON object"),
-    (b'{"result": [[{"contents": "x"}]]}', "the id null"),
-    (b'{"result": [[{"id": true}]]}', "the id true"),
+    (b'{"result": [[3]]}', "neither a JSON object nor text"),
+    (b'{"result": [[{"document": 3}]]}', "neither a JSON object nor text"),
+    (b'{"result": [[{"document": null, "contents": "x"}]]}', "neither a JSON object nor text"),
+    (b'{"result": [[{"id": true, "contents": "x"}]]}', "the id true"),
+    (b'{"result": [[{"id": "1"}]]}', "no contents that are text"),
     (b'{"result": [[{"id": "1", "contents": 3}]]}', "no contents that are text"),
     (b'{"result": [[{"id": "1", "contents": "\\ud800"}]]}', "no contents that are text"),
   ],
@@ -434,3 +444,20 @@ def test_a_cache_changes_no_result(capacity):
 def test_a_cache_without_room_is_refused():
   with pytest.raises(ValueError, match="capacity is 0"):
     Cached(Counting(), 0)
+
+
+@pytest.mark.parametrize(
+  "item",
+  [
+    {"contents": '"Oslo"\nA city.'},
+    {"document": {"contents": '"Oslo"\nA city.'}},
+    {"document": {"title": "Oslo", "text": "A city."}},
+    {"document": '"Oslo"\nA city.', "score": None},
+    '"Oslo"\nA city.',
+  ],
+)
+def test_a_server_that_gives_contents_without_id_or_score_is_read(item):
+  body = json.dumps({"result": [[item], [item]]}).encode()
+  (found,), (again,) = wire.parse_reply(body, count=2, topk=1)
+  assert (found.title, found.text, found.score) == ("Oslo", "A city.", None)
+  assert found.id.startswith("contents-") and found == again

@@ -23,9 +23,11 @@ from configs import search_r1
 from stratified.retrieval import retrievers
 from stratified.retrieval.bm25 import BM25
 from stratified.retrieval.client import HttpRetriever, RetrieverDown
-from stratified.retrieval.corpus import Passage, RetrieverError
-from stratified.runs import build, checkpoint, settings
+from stratified.retrieval.corpus import Passage, read_corpus
+from stratified.runs import build, claim, settings
 from stratified.tasks import named
+from stratified.tools.base import Result
+from stratified.tools.search import Search
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 16
@@ -328,16 +330,16 @@ def test_a_retriever_that_can_t_be_is_refused_in_words(changes, sentence):
 
 def test_where_the_retriever_listens_may_change_and_what_it_searches_may_not(tmp_path):
   stored = search_r1.get_config("tiny")
-  checkpoint.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
+  claim.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
   stored.retriever.url, stored.retriever.give_up_s, stored.retriever.cache = (
     "http://127.0.0.1:9",
     7.0,
     3,
   )
-  checkpoint.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
+  claim.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
   stored.retriever.corpus = "0123"
   with pytest.raises(ValueError, match='retriever.corpus: "" in the workdir, "0123" now'):
-    checkpoint.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
+    claim.check_config(tmp_path, json.loads(stored.to_json()), settings.rules())
 
 
 def test_a_workdir_keeps_the_manifest_of_its_index_and_refuses_another(tmp_path):
@@ -395,14 +397,41 @@ def test_a_server_restarted_with_other_passages_stops_the_run(corpus, tmp_path):
     end(process)
 
 
-def test_a_refused_query_is_lost_alone(corpus):
+def test_a_query_that_is_refused_finds_nothing_and_loses_no_rollout(corpus):
   process, url = serve(corpus, "--max_query_characters=40")
   try:
     asking = HttpRetriever(url)
     found = asking.search(["who", "w" * 41, "what is it"], 1)
-    assert isinstance(
-      found[1], RetrieverError
-    ) and "413 queries[0] has 41 characters, more than 40" in str(found[1])
+    assert found[1] == [] and (asking.refused, asking.lost) == (1, 0)
     assert isinstance(found[0], list) and isinstance(found[2], list)
+  finally:
+    end(process)
+
+
+HOSTILE = {
+  "long": "who " * 250_000,
+  "longer than a server takes": "x" * 8_200,
+  "null bytes": "\0who\0",
+  "half of a surrogate pair": "who \ud800",
+  "control characters": "\x07\x1b[2J\x85\u2028 who",
+  "nothing but control characters": "\0\x01",
+  "empty": "",
+  "blank": " \n ",
+  "quotation marks": '"}], "topk": -1, \\u0000 who',
+  "private characters": "\ue000\U000f0000\ufffe",
+}
+
+
+def test_no_query_decides_whether_its_rollout_is_scored(corpus):
+  """Every retriever gives the same result for it: never a ToolError, never a crash."""
+  process, url = serve(corpus)
+  try:
+    searches = [Search(BM25(read_corpus(corpus)), 2), Search(HttpRetriever(url, retries=0), 2)]
+    embedded, behind_http = [search.run(list(HOSTILE.values())) for search in searches]
+    assert all(isinstance(result, Result) for result in embedded)
+    assert dict(zip(HOSTILE, embedded)) == dict(zip(HOSTILE, behind_http))
+    long = f"{read_corpus(corpus)[0].title} " * 50_000
+    (one,), (other,) = [search.run([long]) for search in searches]
+    assert one == other and one.items
   finally:
     end(process)

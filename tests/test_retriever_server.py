@@ -2,6 +2,7 @@
 it is to stop."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import math
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 
 import httpx
@@ -301,7 +303,7 @@ def test_who_waits_too_long_is_told_so_and_not_searched_for():
     for wait in waits:
       with pytest.raises(Busy, match="did not end within 0.1 s"):
         await wait
-    assert batcher.queued == 1
+    assert batcher.queued == 0
     gate.set()
     assert [p.id for p in (await batcher.search(["c"], 1))[0]] == ["c"]
     assert batcher.queued == 0
@@ -558,3 +560,96 @@ def test_a_taken_port_is_named_before_anything_is_loaded():
       OSError, match=rf"127\.0\.0\.1 port {port} can't be bound \(Address already in use\)"
     ):
       server.bind("127.0.0.1", port)
+
+
+###  Slow, greedy and impatient clients  ###
+
+
+def connected(url):
+  address = urllib.parse.urlsplit(url)
+  return socket.create_connection((address.hostname, address.port), timeout=20)
+
+
+def test_connections_that_never_finish_a_request_are_ended_and_others_served(corpus):
+  process, url = start(f"--corpus={corpus}", "--port=0", "--read_s=1")
+  head = b"POST /retrieve HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n"
+  body = b'{"queries": ["Oslo"], "topk": 1}'
+  whole = head.replace(b"1000", b"%d" % len(body)) + b"\r\n" + body
+  begun = [b"", b"POST /retr", head, head + b"\r\n{", whole + b"POST /re"]
+  try:
+    slow = [(connected(url), sent) for sent in begun for _ in range(20)]
+    for connection, sent in slow:
+      connection.sendall(sent)
+    assert httpx.post(f"{url}/retrieve", content=body).status_code == 200
+    began = time.monotonic()
+    for connection, sent in slow:
+      received = b""
+      while chunk := connection.recv(65536):
+        received += chunk
+        if b"408" in received:
+          break
+      assert (b" 408 " in received) == (sent == begun[3])
+      assert (b" 200 " in received) == (sent == begun[4])
+      connection.close()
+    assert time.monotonic() - began < 10
+    assert httpx.post(f"{url}/retrieve", content=body).status_code == 200
+  finally:
+    process.kill()
+    process.wait()
+
+
+def test_bodies_in_flight_are_bounded_together():
+  """The seventeenth body of the largest size is told to come back; one that is done makes room."""
+  bodies = server._Bodies(100, 5)
+
+  class Slow:
+    headers = {}
+
+    async def stream(self):
+      yield b"x" * 100
+
+  async def run():
+    async with contextlib.AsyncExitStack() as stack:
+      for _ in range(server.BODIES):
+        await stack.enter_async_context(bodies.read(Slow()))
+      with pytest.raises(Busy):
+        await stack.enter_async_context(bodies.read(Slow()))
+    async with bodies.read(Slow()) as body:
+      assert len(body) == 100
+    assert bodies._held == 0
+
+  asyncio.run(run())
+
+
+def test_what_a_client_that_left_had_asked_is_not_searched():
+  gate = threading.Event()
+  recording = Recording(gate)
+  app = server.make_app(recording, max_batch=1)
+
+  async def run():
+    body = [json.dumps({"queries": [query]}).encode() for query in "abcdef"]
+    async with httpx.AsyncClient(
+      transport=httpx.ASGITransport(app), base_url="http://server"
+    ) as caller:
+      await asyncio.gather(*(client(app, one) for one in body))
+      gate.set()
+      await asyncio.sleep(0.3)
+      return (await caller.get("/health")).json()
+
+  async def client(app, body):
+    """Sends its request and leaves at once."""
+    messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": []}
+    scope |= {"query_string": b""}
+
+    async def receive():
+      await asyncio.sleep(0.05)
+      return messages.pop(0)
+
+    async def send(message):
+      pass
+
+    await app(scope, receive, send)
+
+  found = asyncio.run(run())
+  assert found["queued"] == 0 and len(recording.calls) == 1

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from configs import search_r1
-from stratified.runs import build, checkpoint, settings
+from stratified.runs import build, claim, settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 SETTINGS = {
@@ -235,10 +235,10 @@ def test_a_larger_num_steps_and_what_changes_no_result_are_accepted(whole, tmp_p
   changed = config(
     **{"num_steps": 9, "checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3}
   )
-  checkpoint.check_config(tmp_path, json.loads(changed.to_json()), settings.rules())
+  claim.check_config(tmp_path, json.loads(changed.to_json()), settings.rules())
   assert json.loads((tmp_path / "config.json").read_text())["num_steps"] == 9
   with pytest.raises(ValueError, match=r"num_steps: 9 in the workdir, 4 now"):
-    checkpoint.check_config(
+    claim.check_config(
       tmp_path,
       json.loads(
         config(**{"checkpoint.every": 7, "mesh.data": 4, "logging.trajectories_every": 3}).to_json()

@@ -21,7 +21,7 @@ of its own, has a `side_key`, which no rollout has.
 Token ids are kept as sampled and as fed: text is decoded to find tags, never encoded again.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 import dataclasses
 from typing import Any
 
@@ -53,6 +53,8 @@ class Setting:
 
   encode, decode: the tokenizer's, between text and a tuple of token ids.
   weight_version: see Trajectory.
+  other_ends: tokens beside `eos_id` that end a text.
+  begin_ids: what every text begins with, once.
   """
 
   encode: Callable[[str], tuple[int, ...]]
@@ -61,6 +63,26 @@ class Setting:
   protocol: Tags
   limits: Limits
   weight_version: int
+  other_ends: tuple[int, ...] = ()
+  begin_ids: tuple[int, ...] = ()
+
+  @property
+  def ends(self) -> tuple[int, ...]:
+    return (self.eos_id, *self.other_ends)
+
+  @classmethod
+  def of(cls, tokenizer, protocol: Tags, limits: Limits, weight_version: int = 0, encode=None):
+    """Takes what a tokenizer says of itself; `encode` in place of its own."""
+    return cls(
+      encode or (lambda text: tuple(tokenizer.encode(text))),
+      lambda ids: tokenizer.decode(list(ids)),
+      tokenizer.eos_id,
+      protocol,
+      limits,
+      weight_version,
+      getattr(tokenizer, "other_ends", ()),
+      getattr(tokenizer, "begin_ids", ()),
+    )
 
 
 class Fault(Exception):
@@ -110,7 +132,10 @@ def prompt_pieces(setting: Setting, question: str) -> list[tuple[int, ...]]:
   """Token ids of the prompt, in the pieces that the protocol cuts it into."""
   protocol = setting.protocol
   texts = protocol.parts(question) if hasattr(protocol, "parts") else (protocol.prompt(question),)
-  return [setting.encode(text) for text in texts]
+  first, *rest = [tuple(setting.encode(text)) for text in texts]
+  begin = setting.begin_ids
+  # a chat template may have written it already
+  return [first if first[: len(begin)] == begin else begin + first, *rest]
 
 
 def prompt_fault(setting: Setting, pieces: list[tuple[int, ...]]) -> str | None:
@@ -126,6 +151,15 @@ def prompt_fault(setting: Setting, pieces: list[tuple[int, ...]]) -> str | None:
     f"the prompt takes {taken} tokens, which leaves no room for an answer of "
     f"{limits.answer_tokens} within max_tokens ({limits.max_tokens}); raise it to at least {needed}"
   )
+
+
+def check_prompts(setting: Setting, questions: Sequence[Question]) -> None:
+  """Raises ValueError where no prompt of these questions leaves room for an answer."""
+  faults = [prompt_fault(setting, prompt_pieces(setting, question.text)) for question in questions]
+  if faults and all(faults):
+    raise ValueError(
+      f"no question fits its budget; the first, question {questions[0].id!r}: {faults[0]}"
+    )
 
 
 def _forced(setting: Setting, num_calls: int) -> str | None:
@@ -317,7 +351,7 @@ class Agent:
     """The end-of-text token to feed where the protocol's turns end with it and this one did not."""
     ends = (
       getattr(self.setting.protocol, "ends_turns", False)
-      and self.context[-1] != self.setting.eos_id
+      and self.context[-1] not in self.setting.ends
     )
     return (self.setting.eos_id,) if ends else ()
 
@@ -339,7 +373,7 @@ class Agent:
 
   def decode(self, token_ids: tuple[int, ...]) -> str:
     """Text of a turn, without the end-of-text token that may end it."""
-    ended = token_ids and token_ids[-1] == self.setting.eos_id
+    ended = token_ids and token_ids[-1] in self.setting.ends
     return self.setting.decode(token_ids[:-1] if ended else token_ids)
 
   def check_end(self, token_ids: tuple[int, ...], request: Request):
@@ -352,7 +386,7 @@ class Agent:
     before_last = token_ids[:-1]
     text = self.setting.decode(before_last)
     passed = [stop for stop in request.stop if stop in text]
-    if self.setting.eos_id in before_last:
+    if any(end in before_last for end in self.setting.ends):
       passed.append("the end-of-text token")
     if passed:
       raise Fault(f"the sampler went on after {passed[0]}, where it was to stop")

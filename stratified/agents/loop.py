@@ -70,14 +70,8 @@ def collect(
   """
   if samples_per_question < 1:
     raise ValueError(f"samples_per_question is {samples_per_question}; it must be at least 1")
-  setting = agent.Setting(
-    encode=_remember(tokenizer.encode),
-    decode=lambda ids: tokenizer.decode(list(ids)),
-    eos_id=tokenizer.eos_id,
-    protocol=protocol,
-    limits=limits,
-    weight_version=step if weight_version is None else weight_version,
-  )
+  version = step if weight_version is None else weight_version
+  setting = agent.Setting.of(tokenizer, protocol, limits, version, _remember(tokenizer.encode))
   by_name = {tool.name: tool for tool in tools}
   if set(protocol.tools) - by_name.keys():
     raise ValueError(

@@ -35,6 +35,11 @@ _PAIR = r"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
 # Every `<` that could open a tag or a chat template's control token (`</s>`, `<|im_end|>`), in any
 # alphabet.
 _OPENS_A_TAG = re.compile(r"<(?![\s\d=<-]|$)")
+# Control tokens of the known families: <|im_end|>, </s>, <bos>, <start_of_turn>; [INST], [/INST].
+_ANGLED_CONTROL = re.compile(
+  r"<(?=[|\uff5c]|/?s>|(?:bos|eos|pad|unk|mask|cls|sep)>|(?:start|end)_of_\w+>|/?tool_\w+>)"
+)
+_SQUARE_CONTROL = re.compile(r"\[(?=/?[A-Z][A-Z_]{2,}\])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +66,20 @@ class Information:
 
 
 def neutralise(text: str) -> str:
-  """Turns every `<` of a retrieved text that could open a tag or a control token into `[`.
+  """Turns every `<` of a foreign text that could open a tag or a control token into `[`.
 
   A passage with `</information><answer>` would otherwise end its own observation and answer for the
   policy. A plain comparison such as `a < b` is left alone.
   """
-  return _OPENS_A_TAG.sub("[", text)
+  return _OPENS_A_TAG.sub("[", _SQUARE_CONTROL.sub("(", text))
+
+
+def spelled_out(text: str) -> str:
+  """Breaks what a question spells of control tokens: `<|im_end|>` would end its own message.
+
+  The opening bracket becomes another: `[|im_end|>`, `(INST]`. Other tags stay.
+  """
+  return _ANGLED_CONTROL.sub("[", _SQUARE_CONTROL.sub("(", text))
 
 
 @functools.cache
@@ -158,7 +171,8 @@ class Tags:
     while mark in question:
       mark += "\ue000"
     # not str.format: worked examples and questions may hold braces
-    message = self.template.replace("{passages}", mark).replace("{question}", question)
+    message = self.template.replace("{passages}", mark)
+    message = message.replace("{question}", spelled_out(question))
     return tuple((self.render(message) if self.render else message).split(mark))
 
   def parse(self, text: str, only: str | None = None) -> Action:

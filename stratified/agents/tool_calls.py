@@ -24,6 +24,7 @@ import re
 from typing import Any
 
 from stratified.agents import tags
+from stratified.agents.calls import first_property, read_call, split, spoken
 from stratified.agents.chat import ChatTemplate
 from stratified.agents.tags import Action, ANSWER, Information, neutralise, shown
 from stratified.retrieval.corpus import Passage
@@ -61,7 +62,6 @@ That held neither a call of a tool that can be read nor an answer. A call is one
 between <tool_call> and \
 </tool_call>, such as {call}. An answer stands between <answer> and </answer>. Try again."""
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _MARKS = tuple(chr(0xE000 + i) * 3 for i in range(4))  # private characters, which no template knows
 
 
@@ -123,20 +123,17 @@ class ToolCalls:
     return self.chat.render([{"role": "user", "content": message}], tools=self._schemas)
 
   def parse(self, text: str, only: str | None = None) -> Action:
-    """Reads the calls of a turn, or its answer, whichever is completed first.
+    """Reads the calls of a turn, or its answer, whichever comes first; thoughts are left out.
 
     A call that can't be read makes the turn invalid.
     """
-    answer = tags.parse(text, (ANSWER,)) if only in (None, ANSWER) else Action("invalid")
-    call = _CALL.search(text) if only != ANSWER else None
-    if answer.kind == "answer" and (call is None or text.index("</answer>") < call.start()):
-      return answer
-    return self._calls(text) if call else Action("invalid")
+    before, calls = split(spoken(text)) if only != ANSWER else (text, [])
+    answer = tags.parse(before, (ANSWER,)) if only in (None, ANSWER) else Action("invalid")
+    return answer if answer.kind == "answer" or not calls else self._calls(calls)
 
-  def _calls(self, text: str) -> Action:
-    found = [read_call(match.group(1), self.available) for match in _CALL.finditer(text)]
-    left_open = "<tool_call>" in _CALL.sub("", text)
-    if left_open or None in found or not 1 <= sum(map(len, found)) <= self.max_calls:
+  def _calls(self, texts: Sequence[str | None]) -> Action:
+    found = [None if text is None else read_call(text, self.available) for text in texts]
+    if None in found or not 1 <= sum(map(len, found)) <= self.max_calls:
       return Action("invalid")
     return Action("call", sum(found, ()), sizes=tuple(map(len, found)))
 
@@ -144,14 +141,14 @@ class ToolCalls:
     """The text that forces a turn to be one call of a tool, or an answer."""
     if tag == ANSWER:
       return "<answer>"
-    key, is_list = _property(self._tool(tag))
+    key, is_list = first_property(self._tool(tag))
     start = '["' if is_list else '"'
     return f'<tool_call>\n{{"name": "{tag}", "arguments": {{"{key}": {start}'
 
   def closing(self, tag: str) -> str:
     if tag == ANSWER:
       return "</answer>"
-    return ('"]' if _property(self._tool(tag))[1] else '"') + "}}\n</tool_call>"
+    return ('"]' if first_property(self._tool(tag))[1] else '"') + "}}\n</tool_call>"
 
   def _tool(self, name: str) -> Tool:
     return next(tool for tool in self.available if tool.name == name)
@@ -219,49 +216,6 @@ def described(tool: Tool | type[Tool]) -> dict[str, Any]:
   return {"type": "function", "function": fields}
 
 
-def read_call(text: str, tools: Sequence[Tool | type[Tool]]) -> tuple[tuple[str, str], ...] | None:
-  """Reads one call's JSON: (tool, argument) of each call in it, None where it names none of these.
-
-  A tool whose schema has one property takes a string, or a list of strings, each a call of its own;
-  its aliases may stand in the property's place. Of another tool the argument is the JSON object.
-  """
-  try:
-    call = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  if not isinstance(call, dict):
-    return None
-  tool = next((tool for tool in tools if tool.name == call.get("name")), None)
-  arguments = call.get("arguments")
-  if tool is None or not isinstance(arguments, dict):
-    return None
-  if len(tool.schema["properties"]) > 1:
-    if not arguments.keys() >= set(tool.schema.get("required", ())):
-      return None
-    values = [json.dumps(arguments)]
-  else:
-    values = _values(tool, arguments)
-  if values is None:
-    return None
-  # JSON can spell half of a surrogate pair, which no UTF-8 can: it would break the retriever's
-  # request.
-  return tuple((tool.name, value.encode("utf-8", "replace").decode().strip()) for value in values)
-
-
-def _values(tool: Tool, arguments: dict[str, Any]) -> list[str] | None:
-  names = (_property(tool)[0], *getattr(tool, "aliases", ()))
-  value = next((arguments[name] for name in names if name in arguments), None)
-  value = [value] if isinstance(value, str) else value
-  usable = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
-  return value if usable else None
-
-
-def _property(tool: Tool) -> tuple[str, bool]:
-  """The name of the tool's first property, and whether it holds a list."""
-  name, schema = next(iter(tool.schema["properties"].items()))
-  return name, schema.get("type") == "array"
-
-
 def tool_calls(
   chat: ChatTemplate, tokenizer, tools: Sequence[Tool | type[Tool]] = (Search,)
 ) -> ToolCalls:
@@ -270,7 +224,7 @@ def tool_calls(
   if [tool.name for tool in tools] == ["search"]:
     return ToolCalls(chat, turn_end, tuple(tools))
   told = "; ".join(f"{tool.name} ({tool.description.rstrip('.')})" for tool in tools)
-  example = json.dumps({"name": tools[0].name, "arguments": {_property(tools[0])[0]: "..."}})
+  example = json.dumps({"name": tools[0].name, "arguments": {first_property(tools[0])[0]: "..."}})
   return ToolCalls(
     chat,
     turn_end,

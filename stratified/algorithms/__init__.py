@@ -63,21 +63,26 @@ def _from_outside(name: str, read: Callable[[type], Settings], facts: Facts) -> 
       "make(read, facts), or a function that returns an Algorithm"
     )
   try:
-    inspect.signature(make).bind(read, facts)
+    signature = inspect.signature(make)
+  except (TypeError, ValueError):  # some built-ins have none; the call tells
+    signature = None
+  try:
+    if signature:
+      signature.bind(read, facts)
   except TypeError as error:
     raise ValueError(
-      f"algorithm.name is {name!r}, whose signature is {inspect.signature(make)}; it is called "
-      f"with read, facts ({error})"
+      f"algorithm.name is {name!r}, whose signature is {signature}; it is called with read, facts "
+      f"({error})"
     ) from error
   try:
     made = make(read, facts)
   except ValueError:
     raise
-  except Exception as error:
-    text = " ".join(str(error).split())[:200]
+  except (Exception, SystemExit) as error:
+    said = " ".join(str(error).split())[:200]
     raise ValueError(
       f"algorithm.name is {name!r}, whose make(read, facts) failed with {type(error).__name__}: "
-      f"{text}"
+      f"{said}"
     ) from error
   if not isinstance(made, Algorithm):
     raise ValueError(

@@ -8,7 +8,7 @@ PopQA (tsv), HotpotQA and 2WikiMultiHopQA (JSON), MuSiQue (JSON Lines) and Bambo
 The content tells the format, never the name. Text is kept as it is but for white space around it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import csv
 import dataclasses
 import gzip
@@ -67,13 +67,9 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
   nobody names.
   """
   if path.name.endswith(".parquet"):
-    questions = readers.read_questions(path, source=name)
-    yield from (
-      _normal(
-        dataclasses.asdict(q) | {"data_source": q.source}, {"question": q.text}, q.source, split
-      )
-      for q in questions
-    )
+    for question, own in readers.with_splits(path, source=name):
+      made = dataclasses.asdict(question) | {"split": own}
+      yield _normal(made, {"question": question.text}, question.source, split)
     return
   source = named(path)
   name = name or (source.name if source else None)
@@ -137,10 +133,59 @@ def open_text(path: pathlib.Path):
   )
 
 
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
+
+
+def tsv_rows(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+  """Yields (line number from 1, fields) of tab-separated lines, blank ones left out.
+
+  A row is a line, whatever quotation marks it holds: one that is opened and not closed belongs to
+  the text, and never joins a row with those after it. A field that is quoted as a whole loses its
+  marks, and doubled ones in it become single.
+  """
+  for number, line in enumerate(lines, start=1):
+    line = line.rstrip("\r\n")
+    if line:
+      yield number, [_unquoted(field) for field in _fields(line)]
+
+
+def _fields(line: str) -> list[str]:
+  parts, fields = line.split("\t"), []
+  while parts:  # a tab within a field that is quoted as a whole
+    count = next(
+      (n for n in range(1, len(parts) + 1) if _QUOTED.fullmatch("\t".join(parts[:n]))), 1
+    )
+    fields.append("\t".join(parts[:count]))
+    parts = parts[count:]
+  return fields
+
+
+def _unquoted(field: str) -> str:
+  return field[1:-1].replace('""', '"') if _QUOTED.fullmatch(field) else field
+
+
+def _tsv(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
+  with open_text(path) as file:
+    header = None
+    for number, fields in tsv_rows(file):
+      header = header or fields
+      if len(fields) != len(header):
+        raise ValueError(
+          f"{path}, row {number}: {len(fields)} fields, the header has another number "
+          f"({len(header)}); a row is one line, see that its text holds no line break"
+        )
+      if number > 1:
+        yield f"{path}, row {number}", dict(zip(header, fields))
+
+
 def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
   try:
+    if delimiter == "\t":
+      yield from _tsv(path)
+      return
     with open_text(path) as file:
-      for number, row in enumerate(csv.DictReader(file, delimiter=delimiter), start=2):
+      rows = csv.DictReader(file, strict=True)
+      for number, row in enumerate(rows, start=2):
         if None in row or None in row.values():
           found = sum(value is not None for value in row.values())
           raise ValueError(
@@ -335,12 +380,7 @@ _READERS = {
 
 
 def _answers(value, field: str, where: str) -> list[str]:
-  """Keeps the answers that are text, at least one; blank aliases are no answers."""
-  given = [value] if isinstance(value, str) else _list(value)
-  answers = [answer for answer in given if isinstance(answer, str) and answer.strip()]
-  if not answers:
-    raise ValueError(f'{where}, field "{field}": it is {value!r}; it must hold at least one answer')
-  return [string_field({field: answer}, field, where) for answer in answers]
+  return list(readers.answers_of(value, field, where))
 
 
 def _titles(value) -> list[str] | None:

@@ -1,13 +1,11 @@
 """Turns raw files into those that training and evaluation read, written whole or not at all."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-import csv
 import gzip
 import hashlib
 import json
 import os
 import pathlib
-import sys
 from typing import Any
 import zlib
 
@@ -122,27 +120,32 @@ def _counted(
 
 
 class _NewIds:
-  """Sees that no id comes twice; ids that count upwards (as Wikipedia's do) take no memory."""
+  """Sees that no id comes twice; a whole number, as Wikipedia's ids are, takes a bit of memory."""
+
+  MOST = 2**28  # numbers from here on are kept as text
 
   def __init__(self):
-    self._last, self._others = -1, set()
+    self._numbers, self._others = bytearray(), set()
 
   def check(self, id_: str, where: str):
-    if (
-      id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0") and int(id_) > self._last
-    ):
-      self._last = int(id_)
-      if id_ in self._others:
-        raise ValueError(f"{where}: the id {id_!r} has come before; ids must be unique")
-      return
     counted = id_.isdecimal() and id_.isascii() and (id_ == "0" or id_[0] != "0")
-    if counted or id_ in self._others:
-      raise ValueError(
-        f"{where}: the id {id_!r} has come before, or is a number out of order; ids must be "
-        "unique, "
-        "and whole numbers must grow (sort the file by id)"
-      )
+    if not self._add_number(int(id_)) if counted and len(id_) < 11 else not self._add_other(id_):
+      raise ValueError(f"{where}: the id {id_!r} has come before; ids must be unique")
+
+  def _add_number(self, number: int) -> bool:
+    if number >= self.MOST:
+      return self._add_other(str(number))
+    at, bit = number >> 3, 1 << (number & 7)
+    if at >= len(self._numbers):
+      self._numbers.extend(bytes(at + 1 - len(self._numbers)))
+    new = not self._numbers[at] & bit
+    self._numbers[at] |= bit
+    return new
+
+  def _add_other(self, id_: str) -> bool:
+    new = id_ not in self._others
     self._others.add(id_)
+    return new
 
 
 def _passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
@@ -165,25 +168,26 @@ def _passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _tsv_passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
-  csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
   try:
     with formats.open_text(source) as file:
-      rows = csv.reader(file, delimiter="\t")
-      if (header := next(rows, None)) is None:
+      rows = formats.tsv_rows(file)
+      _, header = next(rows, (0, None))
+      if header is None:
         return
       if header != _TSV_COLUMNS:
         raise ValueError(
           f"{source}: its first row is {header!r}, but passages come with the columns "
           f"{', '.join(_TSV_COLUMNS)}"
         )
-      for row in rows:
-        where = f"{source}, line {rows.line_num}"
+      for line, row in rows:
+        where = f"{source}, line {line}"
         if len(row) != 3:
-          raise ValueError(f"{where}: {len(row)} fields where there must be 3 (id, text, title)")
+          raise ValueError(
+            f"{where}: {len(row)} fields where there must be 3 (id, text, title), all on one line"
+          )
         passage = dict(zip(_TSV_COLUMNS, row))
-        # a title in quotation marks, as in the JSON form; within the tsv they are doubled, which
-        # csv undoes
+        # a title in quotation marks, as in the JSON form; within the tsv they are doubled
         title, text = passage["title"].strip(), string_field(passage, "text", where)
         yield where, id_field(passage, "id", where), f'"{title}"\n{text}' if title else text
-  except (UnicodeDecodeError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+  except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
     raise ValueError(f"{source}: not a readable table ({error}); get it again") from error

@@ -10,9 +10,11 @@ verl's parquet (Search-R1's training files), one question a row:
     extra_info (index, split, question)
 """
 
+import ast
 from collections.abc import Iterator, Sequence
 import dataclasses
 import json
+import math
 import os
 import pathlib
 
@@ -71,23 +73,31 @@ def read_questions(
     ValueError: a bad record (the message names file, line or row, and field), a split that no
       record has, or an id that comes twice.
   """
+  questions = with_splits(path, source=source)
+  if split is None:
+    return [question for question, _ in questions]
+  splits = {its_split for _, its_split in questions}
+  if split not in splits:
+    found = ", ".join(sorted(name for name in splits if name)) or "none"
+    raise ValueError(f"{os.fspath(path)}: no record has split {split!r}; splits there: {found}.")
+  return [question for question, its_split in questions if its_split == split]
+
+
+def with_splits(
+  path: str | os.PathLike, *, source: str | None = None
+) -> list[tuple[Question, str | None]]:
+  """Reads as `read_questions` does: each question with its record's split, None where it has none.
+
+  Ids are the same whichever split is chosen later.
+  """
   records = [
     (file, *numbered) for file in _files(pathlib.Path(path)) for numbered in _records(file)
   ]
   questions = [
     _question(record, where, source or _source(record, file)) for file, where, record in records
   ]
-  # Before a split is chosen, so that a question has the same id in every choice.
   questions = _with_unique_ids(questions, [where for _, where, _ in records])
-  if split is None:
-    return questions
-  splits = [_split(record) for _, _, record in records]
-  if split not in splits:
-    found = ", ".join(sorted({name for name in splits if name})) or "none"
-    raise ValueError(f"{os.fspath(path)}: no record has split {split!r}; splits there: {found}.")
-  return [
-    question for question, its_split in zip(questions, splits, strict=True) if its_split == split
-  ]
+  return list(zip(questions, [_split(record) for _, _, record in records], strict=True))
 
 
 def questions_at(
@@ -181,7 +191,7 @@ def _question(record: dict, where: str, source: str) -> Question:
   return Question(
     _id(record, where, verl),
     text.strip(),
-    _golden_answers(answers, field, where),
+    answers_of(answers, field, where),
     source,
     _hops(record, where, source),
   )
@@ -194,13 +204,50 @@ def _verl_target(record: dict):
   return truth.get("target") if isinstance(truth, dict) else truth
 
 
-def _golden_answers(value, field: str, where: str) -> tuple[str, ...]:
-  answers = [value] if isinstance(value, str) else value
-  if not isinstance(answers, list) or not answers:
+def answers_of(value, field: str, where: str) -> tuple[str, ...]:
+  """The answers that a record's field holds, at least one: the one rule of every reader.
+
+  value: a text, a number, or a list of them; also the text of such a list, as in `["a", "b"]` or
+    `['a', 'b']`. A number counts as its digits. None and blank texts in a list are no answers.
+
+  Raises ValueError, naming `where` and field, for anything else, and where no answer is left.
+  """
+  listed = _listed(value) if isinstance(value, str) else value
+  given = listed if isinstance(listed, list | tuple) else [listed]
+  answers = []
+  for answer in given:
+    if isinstance(answer, float) and answer.is_integer():
+      answer = int(answer)  # tables turn whole numbers with gaps into floats
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+      answer = str(answer)
+    if answer is None or isinstance(answer, str) and not answer.strip():
+      continue
+    if not isinstance(answer, str):
+      raise ValueError(
+        f'{where}, field "{field}": it holds {str(answer)[:60]!r}; an answer must be text or a '
+        "number"
+      )
+    answers.append(string_field({field: answer}, field, where))
+  if not answers:
     raise ValueError(
       f'{where}, field "{field}": it is {value!r}; it must be a list of at least one answer.'
     )
-  return tuple(string_field({field: answer}, field, where) for answer in answers)
+  return tuple(answers)
+
+
+def _listed(text: str):
+  """The list that a text spells, in JSON or in Python; the text itself where it spells none."""
+  stripped = text.strip()
+  if not (stripped.startswith("[") and stripped.endswith("]")):
+    return text
+  for read in (json.loads, ast.literal_eval):
+    try:
+      found = read(stripped)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+      continue
+    if isinstance(found, list):
+      return found
+  return text
 
 
 def _verl_text(record: dict, where: str) -> str:

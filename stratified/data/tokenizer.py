@@ -6,12 +6,15 @@ encoded, and decodes to itself.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import os
 import re
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+
+from stratified import files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -21,14 +24,43 @@ class Tokenizer:
   """A Hugging Face tokenizer behind the few calls that are used; it never adds a token to a text.
 
   backend: the `tokenizers.Tokenizer`. eos_id: the token that ends a text, also used for padding.
+  other_ends: further tokens at which the model ends a text.
   """
 
   backend: tokenizers.Tokenizer
   eos_id: int
+  other_ends: tuple[int, ...] = ()
+
+  @functools.cached_property
+  def begin_ids(self) -> tuple[int, ...]:
+    """What the tokenizer itself puts in front of a text (Llama's BOS); nothing in most families."""
+    bare = self.backend.encode("a", add_special_tokens=False).ids
+    whole = self.backend.encode("a", add_special_tokens=True).ids
+    starts = range(len(whole) - len(bare) + 1)
+    return tuple(whole[: next((n for n in starts if whole[n : n + len(bare)] == bare), 0)])
 
   @property
   def vocab_size(self) -> int:
     return self.backend.get_vocab_size(with_added_tokens=True)
+
+  def gaps(self, size: int) -> tuple[tuple[int, int], ...]:
+    """The ids below `size` that are no token, as ranges [first, end): a vocabulary's padding."""
+    ids = sorted(
+      {id for id in self.backend.get_vocab(with_added_tokens=True).values() if id < size}
+    )
+    ends = zip([-1, *ids], [*ids, size])
+    return tuple((before + 1, after) for before, after in ends if after > before + 1)
+
+  def check_embedded(self, size: int) -> None:
+    """Raises ValueError where a model of `size` embeddings has none for a token's id."""
+    vocabulary = self.backend.get_vocab(with_added_tokens=True)
+    beyond = sorted((id, token) for token, id in vocabulary.items() if id >= size)
+    if beyond:
+      raise ValueError(
+        f"the tokenizer has {len(beyond)} token{'s' * (len(beyond) > 1)} without an embedding, "
+        f"the first {beyond[0][1]!r} with the id {beyond[0][0]}, where the model has {size}; "
+        "resize the model's embeddings, or bring tokenizer.json back as it came with the model"
+      )
 
   def encode(self, text: str) -> list[int]:
     return self.backend.encode(text, add_special_tokens=False).ids
@@ -59,7 +91,8 @@ class Tokenizer:
     candidates = _end_of_text_candidates(path) if eos is None else (eos,)
     for token in candidates:
       if backend.token_to_id(token) is not None:
-        return cls(backend, backend.token_to_id(token))
+        eos_id = backend.token_to_id(token)
+        return cls(backend, eos_id, _other_ends(path, eos_id))
     raise ValueError(
       f"{path} has no end-of-text token among {', '.join(candidates)}: pass the right one as eos"
     )
@@ -74,6 +107,15 @@ def _end_of_text_candidates(path: str) -> tuple[str, ...]:
     if token:
       return (token,)
   return ("<|im_end|>", END_OF_TEXT, "<|eot_id|>", "</s>")
+
+
+def _other_ends(path: str, eos_id: int) -> tuple[int, ...]:
+  """The end tokens that generation_config.json, beside the tokenizer, names besides `eos_id`."""
+  stored = files.find_object(os.path.join(os.path.dirname(path), "generation_config.json")) or {}
+  named = stored.get("eos_token_id")
+  named = named if isinstance(named, list) else [named]
+  is_id = lambda one: isinstance(one, int) and not isinstance(one, bool) and one >= 0
+  return tuple(one for one in dict.fromkeys(named) if is_id(one) and one != eos_id)
 
 
 def from_pieces(

@@ -93,13 +93,38 @@ def load_config(directory: Path) -> dict[str, Any]:
 
 def _check_pooling(directory: pathlib.Path) -> None:
   path = directory / "1_Pooling/config.json"
-  modes = _json(path, "") if path.is_file() else {}
+  if not path.is_file():
+    _check_named_pooling(directory)
+    return
+  modes = _json(path, "")
   on = sorted(name for name, value in modes.items() if name.startswith("pooling_mode_") and value)
   if modes and on != ["pooling_mode_mean_tokens"] and modes.get("pooling_mode") != "mean":
     raise ValueError(
       f"{path} asks for {', '.join(on) or modes.get('pooling_mode')}; only mean pooling is "
       "implemented (E5, MiniLM), choose an encoder trained with it."
     )
+
+
+def _check_named_pooling(directory: pathlib.Path) -> None:
+  """Without a pooling file the name tells: refuses a family of another pooling, names a doubt."""
+  names = _names(directory)
+  if any(re.search(r"(^|[-_/. ])(bge|mxbai|arctic|simcse|gte-modernbert)", name) for name in names):
+    raise ValueError(
+      f"{directory} has no 1_Pooling/config.json, and encoders of this name pool by their first "
+      "token; only mean pooling is implemented (E5, MiniLM), choose an encoder trained with it."
+    )
+  if not any(re.search(r"(^|[-_/. ])(e5|minilm|mpnet|gte)([-_/. ]|$)", name) for name in names):
+    print(
+      f"{directory} does not say how it pools (no 1_Pooling/config.json): mean pooling is taken; "
+      "copy that file from where the encoder came from to be sure",
+      flush=True,
+    )
+
+
+def _names(directory: pathlib.Path) -> tuple[str, str]:
+  """The names that an encoder goes by: its directory's, and what config.json was made from."""
+  raw = _json(directory / "config.json", "name the directory of an encoder")
+  return directory.resolve().name.lower(), str(raw.get("_name_or_path", "")).lower()
 
 
 def _json(path: pathlib.Path, way_out: str) -> dict:
@@ -114,16 +139,30 @@ def _json(path: pathlib.Path, way_out: str) -> dict:
   return value
 
 
-def prefixes_of(directory: Path) -> dict[str, str]:
-  """Prefixes of a query and a passage: E5's words where the encoder is one by name, else nothing.
+INSTRUCTION = (
+  "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
+)
 
-  The name is the directory's, or the one that config.json was made from. Source: Wang et al., arXiv
-  2212.03533.
+
+def prefixes_of(directory: Path) -> dict[str, str]:
+  """Prefixes of a query and a passage, as the directory says them, else by its name, else none.
+
+  `prompts` of config_sentence_transformers.json count first, `document` for a passage. E5 by name
+  has "query: " and "passage: " (Wang et al., arXiv 2212.03533); E5 tuned on instructions has an
+  instruction in front of a query alone (arXiv 2401.00368). The name is the directory's, or the one
+  that config.json was made from.
   """
   directory = pathlib.Path(directory)
-  raw = _json(directory / "config.json", "name the directory of an encoder")
-  names = (directory.resolve().name, str(raw.get("_name_or_path", "")))
-  if any(re.search(r"(^|[-_/. ])e5([-_/. ]|$)", name.lower()) for name in names):
+  path = directory / "config_sentence_transformers.json"
+  prompts = _json(path, "").get("prompts") if path.is_file() else None
+  said = {name: text for name, text in (prompts or {}).items() if isinstance(text, str) and text}
+  if {"query", "passage", "document"} & said.keys():
+    passage = said.get("passage", said.get("document", ""))
+    return {"query": said.get("query", ""), "passage": passage}
+  names = _names(directory)
+  if any(re.search(r"(^|[-_/. ])e5([-_/. ]|$)", name) for name in names):
+    if any("instruct" in name for name in names):
+      return {"query": INSTRUCTION, "passage": ""}
     return {"query": "query: ", "passage": "passage: "}
   return {"query": "", "passage": ""}
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from stratified.config import check, rules, setting, Settings
 from stratified.policy import decoder
+from stratified.policy.digest import digest
 from stratified.policy.weights import adapter_weights, linear_layers
 
 
@@ -160,33 +161,8 @@ def merge(
 
 @jax.jit
 def fingerprint(params: decoder.Params) -> jax.Array:
-  """Fingerprints values and their places: uint32 [weights, 2] by name, the same on any mesh.
-
-  Each value's bits are mixed with its position (the finaliser of MurmurHash3, twice with different
-  seeds) and summed modulo 2^32: integer sums do not depend on the order. It finds another
-  checkpoint, not a forger.
-  """
-  return jnp.stack([_hash(params[name]) for name in sorted(params)])
-
-
-def _hash(x) -> jax.Array:
-  bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(
-    jnp.uint32
-  )
-  for axis, size in enumerate(x.shape):
-    # A position is the mixed sum of its coordinates: each axis broadcasts, whatever mesh axis
-    # carries it.
-    place = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1) + jnp.uint32(axis + 1)
-    bits = bits + _mix(place).reshape((size,) + (1,) * (x.ndim - axis - 1))
-  return jnp.stack(
-    [_mix(bits + jnp.uint32(seed)).sum(dtype=jnp.uint32) for seed in (0x2545F491, 0x7F4A7C15)]
-  )
-
-
-def _mix(x):
-  x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-  x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-  return x ^ (x >> 16)
+  """Fingerprints weights: the digests uint32 [weights, 2] by name, the same on any mesh."""
+  return jnp.stack([digest(params[name]) for name in sorted(params)])
 
 
 def check_fingerprint(params: decoder.Params, expected, source: str) -> None:

@@ -16,11 +16,12 @@ class Busy(Exception):
   """The queue is full, or a search waited in it for too long."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Job:
   queries: tuple[str, ...]
   topk: int
   done: asyncio.Future
+  queued: bool = True
 
 
 class Batcher:
@@ -88,6 +89,10 @@ class Batcher:
         results = await asyncio.gather(*(job.done for job in jobs))
     except TimeoutError:
       raise Busy(f"the search did not end within {self._max_wait_s:g} s; try again later") from None
+    finally:  # also where nobody waits any more: those that have not begun never do
+      for job in jobs:
+        job.done.cancel()
+        self._unqueue(job)
     found = dict(zip(asked, (passages for result in results for passages in result), strict=True))
     return [found.get(query, []) for query in queries]
 
@@ -114,8 +119,12 @@ class Batcher:
           break
         batch.append(job)
         size += len(job.queries)
-      self.queued -= len(self._waiting.popleft().queries)
+      self._unqueue(self._waiting.popleft())
     return batch
+
+  def _unqueue(self, job: _Job) -> None:
+    if job.queued:
+      self.queued, job.queued = self.queued - len(job.queries), False
 
   async def _run(self, batch: list[_Job]) -> None:
     try:

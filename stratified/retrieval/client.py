@@ -4,7 +4,9 @@ What becomes of a search:
 
   - A reply of 429 or 5xx, a lost connection, no reply in time, a broken or truncated body: it is
     tried again, a bounded number of times, after a random pause that doubles.
-  - A reply of 400, 413 ...: the request itself is at fault and is not repeated.
+  - A reply of 400, 413 ...: the request itself is at fault and is not repeated. A query that is
+    refused alone, while another is answered, finds nothing: what a policy asks must not decide
+    whether its rollout is scored.
   - Still no reply: the request is split, so that one bad query is lost alone. Its place in the
     results holds a RetrieverError, and the rollout that asked is masked and counted.
   - The server is out of reach: searches wait for it to come back. After `give_up_s` without a
@@ -30,6 +32,8 @@ from stratified.retrieval.corpus import Passage, RetrieverError
 
 # httpx reports every request at the level INFO, which absl's handler prints.
 logging.getLogger("httpx").setLevel(logging.WARNING)
+
+_LOG = logging.getLogger(__name__)
 
 # What the request itself is to blame for. Other 4xx say that this is no retriever, or not for us.
 _REFUSED = (400, 413, 414, 415, 422, 431)
@@ -139,7 +143,7 @@ class HttpRetriever:
     self._address = settings.address
     self.url = without_password(self._address)
     self.manifest: dict = {}
-    self.requests = self.retried = self.lost = 0
+    self.requests = self.retried = self.lost = self.refused = 0
     self._timeout_s, self._give_up_s = settings.timeout_s, settings.give_up_s
     self._retries, self._in_flight = settings.retries, settings.in_flight
     self._per_request = settings.queries_per_request
@@ -229,12 +233,25 @@ class HttpRetriever:
         return await self._insist(queries, topk, retries)
     except (_Retry, _Refused) as error:
       if len(queries) == 1:
+        if isinstance(error, _Refused) and await self._answers(topk):
+          self.refused += 1
+          if self.refused == 1:
+            _LOG.warning("a query finds nothing: %s", error)
+          return [[]]
         self.lost += 1
         return [RetrieverError(f"{error}")]
     middle = len(queries) // 2
     # The server was given its chances with the whole; the halves only find out whose fault it is.
     first = await self._part(queries[:middle], topk, room, min(retries, 1))
     return first + await self._part(queries[middle:], topk, room, min(retries, 1))
+
+  async def _answers(self, topk: int) -> bool:
+    """Whether a harmless search works now, so that a refused query is what was refused."""
+    try:
+      await self._attempt(["health"], topk, self._patience())
+    except (_Retry, _Refused):
+      return False
+    return True
 
   async def _insist(self, queries: list[str], topk: int, retries: int) -> list[list[Passage]]:
     """Tries until it works or the attempts are used up; those while the server is down are free."""

@@ -3,6 +3,7 @@
 A corpus file is JSON Lines, plain or .gz, as Search-R1 and FlashRAG have it, one passage a line:
 
     {"id": "7", "contents": "\\"Title\\"\\ntext"}
+    {"id": "7", "title": "Title", "text": "text"}
 
 A `title` field, where there is one, says what the first line of `contents` is.
 """
@@ -14,11 +15,29 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import zlib
+
+# C0 and C1 controls and line separators; a null byte ends a text in many a server
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 class RetrieverError(Exception):
   """A retriever could not answer: out of reach, out of time, or its reply makes no sense."""
+
+
+# Longer than any question of a reader; every retriever searches for as much of a query.
+MAX_QUERY_CHARACTERS = 2000
+
+
+def searchable(query: str) -> str:
+  """The query as every retriever can take it: at most MAX_QUERY_CHARACTERS, no control characters.
+
+  What a policy writes must never decide whether its rollout is scored, so that no query may be
+  refused by one retriever and searched by another. Half of a surrogate pair becomes `?`.
+  """
+  cut = query[:MAX_QUERY_CHARACTERS].encode("utf-8", "replace").decode()
+  return _CONTROL.sub(" ", cut).strip()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,10 +107,11 @@ def corpus_digest(passages: Iterable[Passage]) -> str:
 
 def passage_from_record(record: dict, where: str) -> Passage:
   """Makes a passage of a corpus line; ValueError, naming `where` and field, where it is none."""
+  title = string_field(record, "title", where) if record.get("title") else None
+  if record.get("contents") is None and record.get("text") is not None:
+    return Passage(id_field(record, "id", where), title or "", string_field(record, "text", where))
   return passage_from_contents(
-    id_field(record, "id", where),
-    string_field(record, "contents", where),
-    string_field(record, "title", where) if record.get("title") else None,
+    id_field(record, "id", where), string_field(record, "contents", where), title
   )
 
 

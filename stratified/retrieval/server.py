@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 
+import h11
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stratified.retrieval import wire
 from stratified.retrieval.batcher import Batcher, Busy
@@ -18,12 +21,20 @@ from stratified.retrieval.corpus import RetrieverError
 
 _JSON = "application/json"
 RETRY_AFTER_S = 1  # what a client is told when the queue is full
+READ_S = 30.0  # how long the headers, or the body, of a request may take to come
+BODIES = 16  # bodies of the largest size that may be in memory at the same time
+_SMALL = 2**16  # bytes of a body that is read between two other requests
 # longer than a client keeps an idle connection, so that the client is the one to close it
 KEEP_ALIVE_S = 75
 
 
 def make_app(
-  retriever, *, default_topk: int = 3, bounds: wire.Bounds = wire.Bounds(), **batching
+  retriever,
+  *,
+  default_topk: int = 3,
+  bounds: wire.Bounds = wire.Bounds(),
+  read_s: float = READ_S,
+  **batching,
 ) -> Starlette:
   """Makes the ASGI application.
 
@@ -31,11 +42,13 @@ def make_app(
     retriever: `search(queries, topk)` and `manifest`, a dict that says what is searched.
     default_topk: passages a query where a request leaves that open.
     bounds: what one request may ask for; beyond it is 413 or 400.
+    read_s: how long a request's body may take to come.
     batching: settings of Batcher.
 
-  Replies: 200; 400, 413 for a request that breaks the wire format or the bounds; 503 with
-  Retry-After where the queue is full; 500 where the search failed. All but 200 carry
-  {"error": "one sentence"}.
+  Replies: 200; 400, 413 for a request that breaks the wire format or the bounds; 408 for one that
+  does not come in time; 503 with Retry-After where the queue, or the memory for bodies, is full;
+  500 where the search failed. All but 200 carry {"error": "one sentence"}. A search whose client
+  has left is not begun.
   """
   if not 1 <= default_topk <= bounds.max_topk:
     raise ValueError(
@@ -44,12 +57,18 @@ def make_app(
   batcher = Batcher(retriever.search, **batching)
   index = {wire.INDEX_HEADER: wire.digest(retriever.manifest)}
 
+  bodies = _Bodies(bounds.max_body_bytes, read_s)
+
   async def retrieve(request: Request) -> Response:
     try:
-      ask = wire.parse_request(
-        await _body(request, bounds.max_body_bytes), default_topk=default_topk, bounds=bounds
-      )
-      results = await batcher.search(ask.queries, ask.topk)
+      async with bodies.read(request) as body:
+        parse = functools.partial(
+          wire.parse_request, body, default_topk=default_topk, bounds=bounds
+        )
+        # a long text would hold up everyone else's requests
+        ask = parse() if len(body) <= _SMALL else await asyncio.to_thread(parse)
+      results = await _while_connected(request, batcher.search(ask.queries, ask.topk))
+      reply = await asyncio.to_thread(wire.reply_body, results, return_scores=ask.return_scores)
     except ClientDisconnect:
       return Response(status_code=400)  # nobody is there to read it
     except wire.BadRequest as error:
@@ -58,9 +77,7 @@ def make_app(
       return _error(f"{error}", 503, {"retry-after": f"{RETRY_AFTER_S}"})
     except RetrieverError as error:
       return _error(f"the search failed: {error}", 500)
-    return Response(
-      wire.reply_body(results, return_scores=ask.return_scores), headers=index, media_type=_JSON
-    )
+    return Response(reply, headers=index, media_type=_JSON)
 
   async def health(_) -> Response:
     return JSONResponse(
@@ -90,22 +107,101 @@ def make_app(
   )
 
 
-async def _body(request: Request, most: int) -> bytes:
-  """Reads the request's body; refuses it once it is too long, whatever length was announced."""
-  too_long = wire.BadRequest(
-    f"the body is longer than {most} bytes; send fewer queries at once", 413
-  )
-  announced = request.headers.get("content-length", "")
-  if announced.isdigit() and int(announced) > most:
-    raise too_long
-  if request.headers.get("content-encoding", "identity") != "identity":
-    raise wire.BadRequest("the body is compressed; send plain JSON", 415)
-  body = bytearray()
-  async for chunk in request.stream():
-    body += chunk
-    if len(body) > most:
+class _Bodies:
+  """Reads bodies, each within `most` bytes and `read_s`, all within BODIES times `most`."""
+
+  def __init__(self, most: int, read_s: float):
+    self._most, self._read_s, self._held = most, read_s, 0
+
+  @contextlib.asynccontextmanager
+  async def read(self, request: Request):
+    """Yields the body; BadRequest once it is too long, whatever length was announced, or late."""
+    body = bytearray()
+    try:
+      async with asyncio.timeout(self._read_s):
+        await self._fill(body, request)
+    except TimeoutError:
+      self._held -= len(body)
+      raise wire.BadRequest(f"the body did not come within {self._read_s:g} s", 408) from None
+    except BaseException:
+      self._held -= len(body)
+      raise
+    try:
+      yield bytes(body)
+    finally:
+      self._held -= len(body)
+
+  async def _fill(self, body: bytearray, request: Request) -> None:
+    too_long = wire.BadRequest(
+      f"the body is longer than {self._most} bytes; send fewer queries at once", 413
+    )
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > self._most:
       raise too_long
-  return bytes(body)
+    if request.headers.get("content-encoding", "identity") != "identity":
+      raise wire.BadRequest("the body is compressed; send plain JSON", 415)
+    async for chunk in request.stream():
+      if len(body) + len(chunk) > self._most:
+        raise too_long
+      if self._held + len(chunk) > BODIES * self._most:
+        raise Busy("too many requests are being read; try again later")
+      body += chunk
+      self._held += len(chunk)
+
+
+async def _while_connected(request: Request, search):
+  """What `search` returns; cancels it, and raises ClientDisconnect, where the client leaves."""
+  searching = asyncio.ensure_future(search)
+  leaving = asyncio.ensure_future(_left(request))
+  try:
+    await asyncio.wait((searching, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if not searching.done():
+      raise ClientDisconnect
+    return searching.result()
+  finally:
+    for task in (searching, leaving):
+      task.cancel()
+
+
+async def _left(request: Request) -> None:
+  while (await request.receive())["type"] != "http.disconnect":
+    pass
+
+
+class _Impatient(H11Protocol):
+  """Closes a connection whose next request's headers take longer than `read_s` to come.
+
+  uvicorn itself ends only connections that are idle after a request.
+  """
+
+  read_s = READ_S
+  _late: asyncio.TimerHandle | None = None
+
+  def connection_made(self, transport) -> None:
+    super().connection_made(transport)
+    self._late = self.loop.call_later(self.read_s, self.transport.close)
+
+  def data_received(self, data: bytes) -> None:
+    super().data_received(data)
+    self._watch()
+
+  def on_response_complete(self) -> None:
+    super().on_response_complete()
+    self._watch()
+
+  def _watch(self) -> None:
+    """Starts the clock where headers have begun to come, stops it where they are here."""
+    begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+    if begun and self._late is None:
+      self._late = self.loop.call_later(self.read_s, self.transport.close)
+    elif not begun and self._late is not None:
+      self._late.cancel()
+      self._late = None
+
+  def connection_lost(self, exc) -> None:
+    if self._late is not None:
+      self._late.cancel()
+    super().connection_lost(exc)
 
 
 def _error(message: str, status: int, headers: dict | None = None) -> Response:
@@ -147,12 +243,20 @@ def address(bound: socket.socket) -> str:
   return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: Starlette, bound: socket.socket, *, grace_s: float = 30.0, on_start=None) -> None:
+def serve(
+  app: Starlette,
+  bound: socket.socket,
+  *,
+  read_s: float = READ_S,
+  grace_s: float = 30.0,
+  on_start=None,
+) -> None:
   """Serves until SIGTERM or Ctrl-C, then takes no more requests, ends those that run, and returns.
 
   Args:
     app: from `make_app`.
     bound: from `bind`.
+    read_s: how long a request's headers may take to come.
     grace_s: how long running requests may take to end.
     on_start: called once connections are accepted.
   """
@@ -164,6 +268,7 @@ def serve(app: Starlette, bound: socket.socket, *, grace_s: float = 30.0, on_sta
   server = uvicorn.Server(
     uvicorn.Config(
       app,
+      http=type("Protocol", (_Impatient,), {"read_s": read_s}),
       log_level="warning",
       access_log=False,
       timeout_keep_alive=KEEP_ALIVE_S,

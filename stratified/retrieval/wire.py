@@ -192,22 +192,32 @@ def parse_reply(body: bytes, *, count: int, topk: int) -> list[list[Passage]]:
 
 
 def _passage(item: Any) -> Passage:
+  """Reads an item: {"document": {...}, "score"}, the document alone, or its contents alone.
+
+  Servers differ: what has no id is named by its contents, what has no score has none.
+  """
+  score = _finite(item.get("score")) if isinstance(item, dict) else None
   document = item.get("document", item) if isinstance(item, dict) else item
+  if isinstance(document, str):
+    document = {"contents": document}
   if not isinstance(document, dict):
-    raise ValueError("a passage of the reply is not a JSON object")
+    raise ValueError("a passage of the reply is neither a JSON object nor text")
   id, contents, title, text = (document.get(name) for name in ("id", "contents", "title", "text"))
+  strings = lambda *values: all(isinstance(value, str) and _encodable(value) for value in values)
+  whole = strings(title, text)
+  if not whole and not strings(contents):
+    raise ValueError(f"the passage {_some(id)} of the reply has no contents that are text")
+  if id is None:
+    named = f"{title}\n{text}" if whole else contents
+    id = "contents-" + hashlib.sha256(named.encode()).hexdigest()[:16]
   if isinstance(id, int) and not isinstance(id, bool):
     id = str(id)
-  strings = lambda *values: all(isinstance(value, str) and _encodable(value) for value in values)
   if not strings(id):
     raise ValueError(
       f"a passage of the reply has the id {_some(id)}; it must be a string or a whole number"
     )
-  score = _finite(item.get("score"))
-  if strings(title, text):
+  if whole:
     return Passage(id, title, text, score)
-  if not strings(contents):
-    raise ValueError(f"the passage {id!r} of the reply has no contents that are text")
   return passage_from_contents(id, contents, title if strings(title) and title else None, score)
 
 

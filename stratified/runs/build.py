@@ -19,6 +19,7 @@ from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm, Stage
 from stratified.algorithms.supervised import Supervised
 from stratified.config import read
+from stratified.data.tokenizer import Tokenizer
 from stratified.learner import batching, trial, update
 from stratified.learner import optimizer as optimizers
 from stratified.policy import decoder, families, lora
@@ -124,6 +125,8 @@ def assemble(config, mesh, model: decoder.DecoderConfig, *, task: bool = False) 
   if config.sampler.name == "sglang":
     families.check_served(model, config.rollout.max_tokens)
   opened = open_task(config) if task else None
+  if opened and isinstance(opened.tokenizer, Tokenizer):  # a task from outside may bring another
+    opened.tokenizer.check_embedded(model.vocab_size)
   assign = partition(config, opened and opened.tool_names)
   method = algorithm(config, assign.num_strata)
   model = dataclasses.replace(model, heads=method.HEADS)
@@ -296,14 +299,11 @@ def open_task(config) -> base.Task:
   keep to.
   """
   task = named.make(config)
-  tokenizer = task.tokenizer
-  agent.check(
-    agent.Setting(
-      tokenizer.encode, tokenizer.decode, tokenizer.eos_id, task.protocol, task.limits, 0
-    )
-  )
+  setting = agent.Setting.of(task.tokenizer, task.protocol, task.limits)
+  agent.check(setting)
   task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
   check_task.check(config, task)
+  agent.check_prompts(setting, task.questions_at(0))
   return check_task.watched(config, task)
 
 

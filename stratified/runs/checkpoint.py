@@ -1,11 +1,12 @@
-"""Saves and restores checkpoints of a run (Orbax); holds a workdir to one config."""
+"""Saves and restores checkpoints of a run (Orbax), checked by the digest of each array."""
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
-import json
 import logging
 import os
 import pathlib
+import shutil
 from typing import Any
 
 from absl import logging as absl_logging
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from stratified.config import changed, free, public, Rule, setting, Settings
-from stratified.files import flatten, read_object, write_atomic
+from stratified.config import setting, Settings
+from stratified.learner import processes
+from stratified.policy import digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Checkpointer:
   A checkpoint is written beside its place and renamed into it when it is whole: a process killed at
   any moment leaves the checkpoint before. Saving copies the arrays to the host, since a training
   step may donate them right after, and writes them in the background; `close` waits for the last.
+  Each array's digest is kept beside it and compared when it is read.
 
   Args:
     workdir: the run's folder.
@@ -72,43 +75,72 @@ class Checkpointer:
     """
     if not (self.due(step) or force) or step == self.latest_step:
       return False
-    return self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+    return self._manager.save(
+      step,
+      args=ocp.args.StandardSave(state),
+      force=True,
+      custom_metadata={_DIGESTS: _digests(state)},
+    )
 
   def restore_latest(self, abstract_state: Any) -> tuple[Any, int] | None:
-    """Restores (state, step) of the newest whole checkpoint; None if there is none.
+    """Restores (state, step) of the newest checkpoint that is good; None if there is none at all.
+
+    Those after it are damaged: each is named in a printed sentence and moved to STEP.damaged.
 
     Args:
       abstract_state: a tree of jax.ShapeDtypeStruct (see `abstract`); each leaf's sharding is where
         its array goes, whatever mesh it was saved from.
 
     Raises:
-      ValueError: the checkpoint has other arrays than `abstract_state` (all are named), or is
-        damaged.
+      ValueError: the newest checkpoint has other arrays than `abstract_state` (all are named) or is
+        damaged, and no earlier one is good.
     """
     self._manager.wait_until_finished()
-    step = self.latest_step
-    if step is None:
-      return None
+    refused = {}
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        state = self._restore(step, abstract_state)
+      except (Damaged, Foreign) as error:
+        refused[step] = error
+        continue
+      self._put_aside(refused, step)
+      return state, step
+    if refused:
+      raise refused[max(refused)]
+    return None
+
+  def _restore(self, step: int, abstract_state: Any) -> Any:
     path = self._path / str(step)
-    try:
+    with _reading(path, "remove that folder and the run starts anew"):
       saved = _arrays(self._manager.item_metadata(step).tree)
-      differences = _differences(saved, _arrays(abstract_state))
-      if not differences:
+      if not (differences := _differences(saved, _arrays(abstract_state))):
         state = self._manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
-        _check_finite(state)
-        return state, step
-    except Exception as error:
-      earlier = [other for other in self._manager.all_steps() if other < step]
-      fallback = f"from step {max(earlier)}" if earlier else "from the start"
-      raise ValueError(
-        f"the checkpoint {path} is damaged ({type(error).__name__}: {str(error)[:300]}): "
-        f"remove that folder and the run resumes {fallback}"
-      ) from error
-    raise ValueError(
+        _check(state, self._manager.metadata(step).custom_metadata, path)
+        return state
+    raise Foreign(
       f"the checkpoint {path} is of another model or optimizer:\n"
       + "\n".join(differences)
       + "\nUse the config that it was saved with, or a new workdir."
     )
+
+  def _put_aside(self, refused: Mapping[int, ValueError], good: int) -> None:
+    """Moves damaged checkpoints out of the way, so that their steps can be saved again."""
+    for step, error in refused.items():
+      path = self._path / str(step)
+      aside = path.with_name(f"{step}.damaged")
+
+      def move(path=path, aside=aside, error=error):
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+        print(
+          f"the checkpoint of step {path.name} is damaged ({_reason(error)}) and now in {aside}, "
+          f"which may be removed; the run goes on from the one of step {good}",
+          flush=True,
+        )
+
+      processes.first_then_all(move, f"damaged {step}")
+    if refused:
+      self._manager.reload()
 
   def close(self) -> None:
     """Waits until the last checkpoint is whole."""
@@ -122,6 +154,40 @@ class Checkpointer:
     self.close()
 
 
+class Damaged(ValueError):
+  """A checkpoint that can't be read as it was written; the sentence says why."""
+
+
+class Foreign(ValueError):
+  """A checkpoint of other arrays than those asked for; the sentence names them."""
+
+
+_DIGESTS = "digests"
+# in what TensorStore raises: the machine's state, not the files'
+_NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "Too many open files", "Permission denied")
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path, way_out: str):
+  """Turns what reading a checkpoint raises into Damaged, unless that says nothing of its files."""
+  try:
+    yield
+  except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+    raise
+  except Exception as error:
+    if any(word in str(error) for word in _NOT_DAMAGE):
+      raise
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    damage = Damaged(f"the checkpoint {path} is damaged ({said}): {way_out}")
+    damage.reason = said
+    # of several processes another may have read it well, and would wait for this one's answer
+    raise (damage if jax.process_count() == 1 else ValueError(f"{damage}")) from error
+
+
+def _reason(error: ValueError) -> str:
+  return getattr(error, "reason", "it says that it is of another model")
+
+
 def restore_part(
   workdir: str | os.PathLike, abstract_part: Mapping[str, Any], step: int | None = None
 ) -> tuple[dict[str, Any], int] | None:
@@ -129,57 +195,93 @@ def restore_part(
 
   Args:
     abstract_part: field of the state -> its tree of jax.ShapeDtypeStruct.
-    step: which checkpoint; the newest unless given.
+    step: which checkpoint; unless given the newest that is good, with a printed sentence for each
+      damaged one after it.
 
   Raises:
     ValueError: there is no such step (those that are there are named), or these fields hold other
-      arrays, or the checkpoint is damaged.
+      arrays, or the checkpoint is damaged and no earlier one may stand in for it.
   """
   path = pathlib.Path(workdir).absolute() / "checkpoints"
   absl_logging.get_absl_logger().addFilter(_worth_hearing)
-  steps = sorted(ocp.utils.checkpoint_steps(path)) if path.is_dir() else []
+  steps = sorted(ocp.utils.checkpoint_steps(path), reverse=True) if path.is_dir() else []
   if not steps:
     return None
   if step is not None and step not in steps:
     raise ValueError(
-      f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
+      f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps)))}"
     )
-  step, part = steps[-1] if step is None else step, dict(abstract_part)
-  path = path / str(step)
-  try:
-    with ocp.Checkpointer(
+  refused = None
+  for one in steps if step is None else [step]:
+    try:
+      found = _read_part(path / str(one), dict(abstract_part))
+    except (Damaged, Foreign) as error:
+      refused = refused or error
+      continue
+    if refused:
+      print(
+        f"checkpoints after step {one} in {path} are damaged ({_reason(refused)}); "
+        f"the one of step {one} is used",
+        flush=True,
+      )
+    return found, one
+  raise refused
+
+
+def _read_part(path: pathlib.Path, part: dict[str, Any]) -> dict[str, Any]:
+  with (
+    _reading(path, "name another step, or remove that folder"),
+    ocp.Checkpointer(
       ocp.CompositeCheckpointHandler(default=ocp.PyTreeCheckpointHandler())
-    ) as reader:
-      saved = reader.metadata(path).item_metadata["default"].tree
-      differences = _differences(_arrays({name: saved.get(name) for name in part}), _arrays(part))
-      if not differences:
-        wanted = ocp.args.PyTreeRestore(
-          part, restore_args=ocp.checkpoint_utils.construct_restore_args(part), partial_restore=True
-        )
-        found = reader.restore(path, args=ocp.args.Composite(default=wanted))["default"]
-        _check_finite(found)
-        return found, step
-  except Exception as error:
-    raise ValueError(
-      f"the checkpoint {path} is damaged ({type(error).__name__}: {str(error)[:300]}); "
-      "name another step, or remove that folder"
-    ) from error
-  raise ValueError(
+    ) as reader,
+  ):
+    stored = reader.metadata(path)
+    saved = stored.item_metadata["default"].tree
+    differences = _differences(_arrays({name: saved.get(name) for name in part}), _arrays(part))
+    if not differences:
+      wanted = ocp.args.PyTreeRestore(
+        part, restore_args=ocp.checkpoint_utils.construct_restore_args(part), partial_restore=True
+      )
+      found = reader.restore(path, args=ocp.args.Composite(default=wanted))["default"]
+      _check(found, stored.custom_metadata, path)
+      return found
+  raise Foreign(
     f"the checkpoint {path} is of another model:\n"
     + "\n".join(differences)
     + "\nUse the config that it was saved with."
   )
 
 
-def _check_finite(tree: Any) -> None:
-  """A step with values that are not finite is never saved, so such values are damage."""
-  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    if getattr(leaf.sharding, "memory_kind", None) == "pinned_host":
-      leaf = jax.device_put(leaf, jax.memory.Space.Device)
+def _named(tree: Any) -> dict[str, Any]:
+  """{dotted path: leaf}."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+  }
+
+
+def _digests(tree: Any) -> dict[str, str]:
+  """{dotted path: digest} of each array."""
+  leaves = _named(tree)
+  return dict(zip(leaves, digest.texts(list(leaves.values())), strict=True))
+
+
+def _check(tree: Any, metadata: Mapping[str, Any] | None, path: pathlib.Path) -> None:
+  """Raises ValueError, naming an array, where one is not what was saved.
+
+  A step with values that are not finite is never saved, so such values are damage too.
+  """
+  wanted = (metadata or {}).get(_DIGESTS)
+  if isinstance(wanted, Mapping):
+    for name, found in _digests(tree).items():
+      if wanted.get(name) != found:
+        raise ValueError(f"{name} is not what was saved: its digest differs")
+  elif processes.is_first():
+    print(f"the checkpoint {path} has no digests: its arrays can't be checked", flush=True)
+  for name, leaf in _named(tree).items():
+    leaf = digest.on_device(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(_finite(leaf)):
-      raise ValueError(
-        f"{jax.tree_util.keystr(path, simple=True, separator='.')} holds values that are not finite"
-      )
+      raise ValueError(f"{name} holds values that are not finite")
 
 
 @jax.jit
@@ -189,11 +291,7 @@ def _finite(x):
 
 def _arrays(tree: Any) -> dict[str, str]:
   """Each array's dotted path -> its dtype and shape, as text that can be compared and shown."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{list(leaf.shape)}"
-    for path, leaf in leaves
-  }
+  return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _named(tree).items()}
 
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
@@ -207,54 +305,3 @@ def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[st
 def _worth_hearing(record: logging.LogRecord) -> bool:
   """Orbax reports every file that it opens through absl's logger; its warnings are enough."""
   return record.levelno >= logging.WARNING or "orbax" not in record.pathname
-
-
-def check_config(
-  workdir: str | os.PathLike, config: Mapping[str, Any], rules: Mapping[str, Rule]
-) -> None:
-  """Writes workdir/config.json the first time; later refuses a config that changes results.
-
-  Fields that change no more than rounding may change, and those that grow may grow; config.json
-  then takes the new values. Passwords are not written.
-
-  Args:
-    workdir: the run's folder.
-    config: nested values.
-    rules: {dotted name: rule} of its fields; a field without one may not change.
-
-  Raises:
-    ValueError: another field changed, appeared with a value that is not its default, or vanished
-      (all are named with both values), or a value is not JSON.
-  """
-  path = pathlib.Path(workdir) / "config.json"
-  path.parent.mkdir(parents=True, exist_ok=True)
-  try:
-    text = json.dumps(public(config, rules), indent=2, sort_keys=True, allow_nan=False) + "\n"
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"the config cannot be stored as JSON: {error}") from error
-  if path.exists():
-    before, after = flatten(read_object(path)), flatten(json.loads(text))
-    # A field that came after the run was made had the effect of its default there.
-    defaults = {name: rule.default for name, rule in rules.items() if name in after}
-    before = json.loads(json.dumps(defaults)) | before
-    refused = [key for key in changed(before, after) if not _may_change(key, before, after, rules)]
-    if refused:
-      lines = [
-        f"  {key}: {_show(before, key)} in the workdir, {_show(after, key)} now" for key in refused
-      ]
-      raise ValueError(
-        f"{path} belongs to a run with another config:\n"
-        + "\n".join(lines)
-        + "\nUse a new --workdir for the new config, or the old values to resume this run."
-      )
-  write_atomic(path, text)
-
-
-def _may_change(key: str, before: Mapping, after: Mapping, rules: Mapping[str, Rule]) -> bool:
-  if key in rules and rules[key].grows and key in before and key in after:
-    return after[key] > before[key]
-  return key in free(rules)
-
-
-def _show(flat: Mapping[str, Any], key: str) -> str:
-  return json.dumps(flat[key]) if key in flat else "absent"

@@ -156,6 +156,7 @@ class Writer:
     self._workdir.mkdir(parents=True, exist_ok=True)
     (self._workdir / "trajectories").mkdir(exist_ok=True)
     kept = _cut_back(self._workdir / "metrics.jsonl", self._purge)
+    _say_what_is_gone(self._workdir / "metrics.jsonl", kept, resume_step, warm_start_step)
     self._last_step = max((row["step"] for row in kept if "step" in row), default=-1)
     _remove_trajectories(self._workdir / "trajectories", self._purge["train"])
     self._file = (self._workdir / "metrics.jsonl").open("ab")
@@ -253,6 +254,22 @@ def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
     with files.replacing(path) as part:
       part.write_bytes(b"".join(line + b"\n" for line in lines[: len(kept)]))
   return kept
+
+
+def _say_what_is_gone(
+  path: pathlib.Path, kept: Sequence[Row], resume_step, warm_start_step
+) -> None:
+  """Prints a sentence where a resumed run's rows do not reach the step that it goes on from."""
+  key, wanted = ("step", resume_step) if resume_step else ("warm_start/step", warm_start_step)
+  last = max((row[key] for row in kept if isinstance(row.get(key), int)), default=0)
+  if last < wanted:
+    what = f"ends at {key} {last}" if path.exists() else "is gone"
+    print(
+      f"{path} {what}, but the checkpoint is of {key} {wanted}: the rows between are lost, and "
+      "curves and alarms begin after them; bring the file back from a copy and start again, or go "
+      "on without",
+      flush=True,
+    )
 
 
 def _remove_trajectories(folder: pathlib.Path, last_step: int) -> None:

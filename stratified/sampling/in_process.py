@@ -87,6 +87,9 @@ class JaxSampler:
   ):
     self._model, self._config, self._tokenizer = config, sampler, tokenizer
     self._mesh = lane_programs.make_mesh(devices or jax.local_devices()[:1])
+    # a padded vocabulary's ids without a token
+    gaps = getattr(tokenizer, "gaps", lambda size: ())
+    self._gaps = gaps(config.vocab_size)
     self._params = None
     self._cache = None
     self._forget()
@@ -289,6 +292,7 @@ class JaxSampler:
       token,
       position,
       key,
+      gaps=self._gaps,
     )
     tokens, log_probs = np.asarray(tokens), np.asarray(log_probs)
     self.stats["lane_steps"] += c.block * lanes
@@ -337,9 +341,10 @@ class JaxSampler:
     self, before: list[int], new: list[int], stop: tuple[str, ...]
   ) -> tuple[int, str | None]:
     """How many of the new tokens count, and whether the last of them ends the generation."""
-    eos = self._tokenizer.eos_id
-    if eos in new:
-      new = new[: new.index(eos) + 1]
+    ends = (self._tokenizer.eos_id, *getattr(self._tokenizer, "other_ends", ()))
+    ended = [new.index(end) for end in ends if end in new]
+    if ended:
+      new = new[: min(ended) + 1]
     # A stop string may begin in earlier tokens: one that adds text per token spans at most its own
     # length of them.
     window = before[-max(map(len, stop), default=0) :] if stop else []
@@ -350,7 +355,7 @@ class JaxSampler:
         middle = (low + high) // 2
         low, high = (low, middle) if found(middle) else (middle, high)
       return high, "stop"
-    return len(new), "stop" if new and new[-1] == eos else None
+    return len(new), "stop" if new and new[-1] in ends else None
 
 
 def bucket(length: int) -> int:

@@ -64,19 +64,27 @@ def copy_lanes(mesh, cache, source_b, target_b):
   return _on_lanes(mesh, run, 3)((), cache, source_b, target_b)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5), donate_argnums=7)
+@functools.partial(
+  jax.jit, static_argnums=(0, 1, 2, 3, 4, 5), static_argnames="gaps", donate_argnums=7
+)
 def decode(
-  mesh, model, block, temperature, top_p, seed, params, cache, token_b, position_b, key_b3
+  mesh, model, block, temperature, top_p, seed, params, cache, token_b, position_b, key_b3, gaps=()
 ):
-  """Decodes `block` tokens for every lane: (cache, tokens [block, B], log-probs [block, B])."""
-  run = functools.partial(_decode, model, block, temperature, top_p, seed)
+  """Decodes `block` tokens for every lane: (cache, tokens [block, B], log-probs [block, B]).
+
+  gaps: ranges of ids that are no token, and never drawn. Log-probs are of the whole softmax, as the
+    trainer's are.
+  """
+  run = functools.partial(_decode, model, block, temperature, top_p, seed, gaps)
   by_lane = P(None, "lane")
   return _on_lanes(mesh, run, 4, (LANES, by_lane, by_lane))(
     params, cache, token_b, position_b, key_b3
   )
 
 
-def _decode(model, block, temperature, top_p, seed, params, cache, token_b, position_b, key_b3):
+def _decode(
+  model, block, temperature, top_p, seed, gaps, params, cache, token_b, position_b, key_b3
+):
   fold = jax.vmap(lambda k, x: jax.random.fold_in(k, x))
   keys = jnp.broadcast_to(jax.random.key(seed), token_b.shape)
   for part in range(3):
@@ -88,9 +96,9 @@ def _decode(model, block, temperature, top_p, seed, params, cache, token_b, posi
     z = decoder.logits(model, params, x)[:, 0]
     if temperature > 0:
       z = z / temperature
-      token = sample(fold(keys, position + 1), nucleus(z, top_p))
+      token = sample(fold(keys, position + 1), nucleus(_without(gaps, z), top_p))
     else:
-      token = _argmax(z)
+      token = _argmax(_without(gaps, z))
     logp = jnp.take_along_axis(jax.nn.log_softmax(z), token[:, None], -1)[:, 0]
     return (cache, token, position + 1), (token, logp)
 
@@ -98,6 +106,12 @@ def _decode(model, block, temperature, top_p, seed, params, cache, token_b, posi
     step, (cache, token_b, position_b), length=block
   )
   return cache, tokens, log_probs
+
+
+def _without(gaps, logits_bv):
+  for first, end in gaps:
+    logits_bv = logits_bv.at[:, first:end].set(-jnp.inf)
+  return logits_bv
 
 
 def sample(keys_b, logits_bv):

@@ -75,8 +75,9 @@ def make(config) -> Task:
     task = function(config)
   except (ValueError, OSError):
     raise
-  except Exception as error:
-    raise ValueError(f"task.name={name!r} failed with {type(error).__name__}: {error}") from error
+  except (Exception, SystemExit) as error:
+    said = " ".join(str(error).split())[:200]
+    raise ValueError(f"task.name={name!r} failed with {type(error).__name__}: {said}") from error
   if not isinstance(task, Task):
     raise ValueError(
       f"task.name={name!r} returned {type(task).__name__}; it must return a Task, see "

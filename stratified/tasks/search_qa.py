@@ -41,6 +41,7 @@ def make(config) -> Task:
   d = config.data
   train = readers.read_questions(path_of(d.questions), split=d.split or None)
   asked = evaluation_questions(config)  # before the passages, which take long
+  _say_what_is_trained_on(train, asked)
   tools = base.tools(config, {"search": lambda: search(config)})
 
   def held_out(count: int) -> Sets:
@@ -63,6 +64,19 @@ def make(config) -> Task:
     held_out=held_out,
     sets=sets,
   )
+
+
+def _say_what_is_trained_on(train: list[Question], asked: list[Question]) -> None:
+  """Prints a sentence where questions that measure the policy are trained on too."""
+  seen = {question.text for question in train}
+  shared = sum(question.text in seen for question in asked)
+  if shared:
+    print(
+      f"{shared} of {len(asked)} held-out questions are trained on too, so scores say nothing of "
+      "new ones; name others with --config.data.evaluation=PATH, or a split with "
+      "--config.data.held_out_split",
+      flush=True,
+    )
 
 
 def tokenizer() -> tokenizers.Tokenizer:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 
 from stratified.config import setting, Settings
-from stratified.retrieval.corpus import RetrieverError
+from stratified.retrieval.corpus import RetrieverError, searchable
 from stratified.tools.base import Result, ToolError
 
 
@@ -49,14 +49,19 @@ class Search:
 
   def run(self, calls: Sequence[str]) -> list[Result | ToolError]:
     try:
-      found = self.retriever.search(list(calls), self.topk)
-      if len(found) != len(calls):
-        raise RetrieverError(
-          f"the retriever returned {len(found)} results for {len(calls)} queries"
-        )
+      found = self._found([searchable(call) for call in calls])
     except RetrieverError as error:
       raise ToolError(str(error)) from error
     return [
       ToolError(str(one)) if isinstance(one, RetrieverError) else Result(tuple(one))
       for one in found
     ]
+
+  def _found(self, queries: list[str]) -> list:
+    """What the retriever finds for each query; nothing for an empty one, which is not asked."""
+    asked = list(dict.fromkeys(query for query in queries if query))
+    found = self.retriever.search(asked, self.topk) if asked else []
+    if len(found) != len(asked):
+      raise RetrieverError(f"the retriever returned {len(found)} results for {len(asked)} queries")
+    by_query = dict(zip(asked, found))
+    return [by_query.get(query, []) for query in queries]

@@ -367,7 +367,8 @@ def test_a_rollout_with_tool_calls_is_exact_token_by_token(
 
 def test_the_server_reads_our_tool_calls_as_we_do(real_servers):
   """SGLang's own parser on text that ours calls a search."""
-  from stratified.agents.tool_calls import described, read_call
+  from stratified.agents.calls import read_call
+  from stratified.agents.tool_calls import described
 
   call = '{"name": "search", "arguments": {"query_list": ["a", "b"]}}'
   body = {

@@ -12,7 +12,7 @@ import re
 from stratified.agents.agent import Agent, Calls, Fault, Rollout, Setting
 from stratified.agents.baselines.moves import Key
 from stratified.agents.limits import fit
-from stratified.agents.tags import Information, neutralise, Tags
+from stratified.agents.tags import Information, neutralise, spelled_out, Tags
 from stratified.retrieval.corpus import Passage
 from stratified.types import Question
 
@@ -146,7 +146,7 @@ def _digest_context(
   }
   for name in ("question", "query"):
     # the two marks, at which the rendered text is cut
-    texts[name] = re.sub("[\ue001\ue002]", "", texts[name])
+    texts[name] = spelled_out(re.sub("[\ue001\ue002]", "", texts[name]))
   message = re.sub(
     r"\{(question|query|passages|reasoning)\}", lambda match: texts[match[1]], digest.template
   )
@@ -163,7 +163,7 @@ def _digest_context(
       for token in segment.token_ids
     ]
     encoded["\ue002"] = tuple(
-      [token for token in said if token != setting.eos_id][-max(1, room // 4) :]
+      [token for token in said if token not in setting.ends][-max(1, room // 4) :]
     )
     room -= len(encoded["\ue002"])
   if room < 1:

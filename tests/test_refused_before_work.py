@@ -1,0 +1,72 @@
+"""What can't run is refused in one sentence before the workdir belongs to it."""
+
+import pytest
+from test_train import config, run
+
+from stratified.data import tokenizer
+from stratified.runs import build
+
+FIELDS = ("strata.name", "reward.name", "advantage.name", "task.name", "tools", "algorithm.name")
+SPECS = (
+  "os:getcwd",
+  "os:environ",
+  "os.path:join",
+  "builtins:str",
+  "builtins:exit",
+  "builtins:Exception",
+  "sys:foo",
+  "nosuch:f",
+  ".x:f",
+  ":f",
+  "f:",
+  "a:b:c",
+)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("field", FIELDS)
+def test_what_is_nothing_of_ones_own_is_a_sentence_that_names_its_field(field, spec):
+  with pytest.raises(ValueError) as caught:
+    build.build(config(**{field: spec}))
+  if field != "tools":  # what is loaded but no tool is named itself
+    assert field in str(caught.value) and spec.removesuffix(":c") in str(caught.value)
+  assert len(str(caught.value).splitlines()) == 1
+
+
+def test_tokens_without_an_embedding_and_embeddings_without_a_token_are_known():
+  made = tokenizer.from_pieces([" a", " b"])
+  size = made.vocab_size
+  made.backend.add_tokens(["<x>", "<y>"])
+  assert made.gaps(size + 5) == ((size + 2, size + 5),) and made.gaps(size + 2) == ()
+  made.check_embedded(size + 2)
+  with pytest.raises(
+    ValueError, match=f"2 tokens without an embedding, the first '<x>' .* {size};"
+  ):
+    made.check_embedded(size)
+
+
+def test_a_run_whose_tokenizer_outgrew_its_model_is_refused(monkeypatch):
+  opened = build.open_task
+
+  def with_more(config):
+    task = opened(config)
+    task.tokenizer.backend.add_tokens(["<x>"])
+    return task
+
+  monkeypatch.setattr(build, "open_task", with_more)
+  with pytest.raises(ValueError, match="the tokenizer has 1 token without an embedding"):
+    build.build(config())
+
+
+@pytest.mark.parametrize(
+  "changes, sentence",
+  [
+    ({"rollout.max_observation_tokens": 2}, "max_observation_tokens is 2"),
+    ({"rollout.max_tokens": 8, "rollout.answer_tokens": 4}, "raise it to at least"),
+    ({"strata.name": "builtins:str"}, "strata.name is 'builtins:str'"),
+  ],
+)
+def test_a_refused_config_leaves_no_workdir(tmp_path, changes, sentence):
+  done = run(tmp_path / "run", **changes)
+  assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
+  assert not (tmp_path / "run").exists()
