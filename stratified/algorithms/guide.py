@@ -20,19 +20,19 @@ class GuideSettings(Settings):
   before: str = setting(
     "\n\nHere is how an expert answered this question:\n",
     "stands before the reference in the teacher's prompt",
-    affects=("training",),
+    affects=("training", "warm_start"),
   )
   after: str = setting(
     "\nNow answer the question in your own way.",
     "stands after the reference in the teacher's prompt",
-    affects=("training",),
+    affects=("training", "warm_start"),
   )
   shown: str = setting(
     "full",
     "what is shown of the reference: all, what stands before its answer, all but retrieved "
     "text, or its calls alone",
     choices=("full", "no_answer", "no_documents", "queries_only"),
-    affects=("training",),
+    affects=("training", "warm_start"),
   )
   share: float = setting(
     0.0,
