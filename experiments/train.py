@@ -23,7 +23,7 @@ from stratified.learner import processes
 from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, command_line, explain, settings, trainer
+from stratified.runs import build, command_line, explain, trainer
 from stratified.runs.claim import check_config, Claim
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
@@ -81,7 +81,7 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
 
     def begin():
       claim.take(workdir)  # of several processes of one run, the first alone
-      check_config(workdir, made.workdir_config, settings.rules())
+      check_config(workdir, made.workdir_config, made.rules)
       retrievers.check_same(workdir, made.task)
 
     processes.first_then_all(begin, "workdir")

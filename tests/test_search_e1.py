@@ -18,6 +18,8 @@ from stratified.losses import DivergenceSettings
 from stratified.planning import compiled
 from stratified.policy import decoder, lora
 from stratified.runs import build
+from stratified.runs import pairs as pair_files
+from stratified.runs.stop import Unusable
 from stratified.types import Call, Segment, Turn
 
 CONFIG = decoder_config()
@@ -321,3 +323,29 @@ def test_a_later_reinforcement_may_keep_the_optimizer_and_the_first_reference():
     ("reinforcement_1", "reinforcement_1"),
     (None, None),
   ]
+
+
+def test_pairs_of_the_last_steps_need_steps_enough_and_groups_of_their_size():
+  def stages(reinforcement=12, **pairs):
+    changes = {PairSettings: {"source": "last_steps", **pairs}}
+    facts = FACTS._replace(questions_per_step=8)
+    algorithm = make("search_e1", lambda cls: cls(**changes.get(cls, {})), facts)
+    return algorithm.stages(2 * (reinforcement + 100))
+
+  reinforcement, distillation = stages(num_questions=33)[:2]
+  assert reinforcement.keeps == distillation.algorithm.kept_steps == 5
+  with pytest.raises(ValueError, match="of 13 steps, and a cycle has 12"):
+    stages(num_questions=97)
+  with pytest.raises(ValueError, match=r"samples_per_question=3 .* must be 0 or .*=4"):
+    stages(num_questions=8, samples_per_question=3)
+
+
+def test_rollouts_kept_at_a_step_are_read_back(tmp_path):
+  groups = [random_groups(3, 2, seed=seed) for seed in range(3)]
+  for step, of_step in enumerate(groups, 4):
+    pair_files.keep(tmp_path, step, of_step)
+  assert pair_files.kept(tmp_path, 6, 2) == [*groups[1], *groups[2]]
+  path = tmp_path / "pairs" / "rollouts" / "step_000005.json.zlib"
+  path.write_bytes(path.read_bytes()[:-9])
+  with pytest.raises(Unusable, match="rollouts of step 5, .*step_000005"):
+    pair_files.kept(tmp_path, 6, 2)

@@ -7,6 +7,9 @@ import signal
 import pytest
 import test_train
 
+from stratified.runs import pairs as pair_files
+from stratified.runs.stop import Unusable
+
 SETTINGS = {
   "preset": "configs/search_e1.py:tiny",
   "num_steps": 8,
@@ -73,11 +76,11 @@ def test_pairs_stand_in_a_file_to_read_with_the_weights_that_made_them(whole):
       assert pair["question"] in pair["reference"]["segments"][0]["text"]
 
 
-@pytest.mark.parametrize("counts", [(4, 7), (6, 10), (8, 13)], ids=str)
-def test_kills_in_every_phase_and_at_its_borders_change_nothing(whole, tmp_path, counts):
+def test_kills_in_every_phase_and_at_its_borders_change_nothing(whole, tmp_path):
   """Two rows of the warm start, one of the first policy; then two steps a phase and its score."""
   workdir = tmp_path / "stopped"
-  for count in counts:
+  # After the last step of a phase, within a distillation, in the next cycle, before its pairs.
+  for count in (5, 7, 10, 12):
     status, log = test_train.interrupt(
       workdir, signal.SIGKILL, lambda rows, count=count: rows >= count, **SETTINGS
     )
@@ -91,19 +94,27 @@ def test_kills_in_every_phase_and_at_its_borders_change_nothing(whole, tmp_path,
     assert (workdir / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_pairs_that_are_gone_or_changed_are_refused_in_words(whole, tmp_path):
-  workdir = tmp_path / "run"
-  status, _ = test_train.interrupt(workdir, signal.SIGTERM, lambda rows: rows >= 7, **SETTINGS)
-  assert status == 0
-  path = workdir / "pairs" / "cycle_1.jsonl"
-  kept = path.read_bytes()
-  path.write_bytes(kept.replace(b'"sample": 0', b'"sample": 1', 1))
-  done = test_train.run(workdir, **SETTINGS)
-  assert done.returncode == 1 and "Traceback" not in done.stderr
-  assert "its lines are not those that were written" in done.stderr
-  path.unlink()
-  done = test_train.run(workdir, **SETTINGS)
-  assert done.returncode == 1 and f"{path}, can't be read" in done.stderr
+def test_pairs_that_are_gone_changed_or_of_other_weights_are_refused_in_words(whole, tmp_path):
+  source, path = whole / "pairs" / "cycle_1.jsonl", tmp_path / "cycle_1.jsonl"
+  kept = source.read_bytes()
+  made_by = json.loads(kept.splitlines()[0])["weights"]
+  for content, weights, sentence in (
+    (kept.replace(b'"sample": 0', b'"sample": 1', 1), made_by, "are not those that were written"),
+    (kept[:-20], made_by, "are not those that were written"),
+    (kept[:100], made_by, "can't be read"),
+    (b"", None, "can't be read"),
+    (None, None, "can't be read"),
+    (kept, "another", f"pairs of the weights {made_by}, while this stage begins with another"),
+  ):
+    if content is None:
+      path.unlink()
+    else:
+      path.write_bytes(content)
+    with pytest.raises(Unusable, match=sentence) as refused:
+      pair_files.read(path, weights)
+    assert f"{path}" in str(refused.value)
+  path.write_bytes(kept)
+  assert len(pair_files.read(path, made_by).pairs) > 0
 
 
 def test_a_policy_is_read_back_from_a_stage_on_adapters(whole, tmp_path):

@@ -39,6 +39,7 @@ class Facts(NamedTuple):
   samples_per_question: int
   max_tokens: int
   max_turns: int  # generations of a rollout at most
+  questions_per_step: int = 1
 
 
 def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:

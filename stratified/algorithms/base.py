@@ -184,6 +184,7 @@ class Stage(NamedTuple):
     policy's own) or "pairs" (mined from the policy's own).
   algorithm: how it learns from them.
   cycle: which turn of an alternation it belongs to, from 1; 0 where there is none.
+  keeps: of how many of its last steps the rollouts are kept, for the pairs of the stage after it.
   trained: None is what the run's own settings say.
   optimizer_of, reference_of: names of earlier stages; it goes on with the optimizer's state of the
     one, and with the KL reference of the other, instead of new moments and its own start.
@@ -194,6 +195,7 @@ class Stage(NamedTuple):
   num_steps: int
   algorithm: Algorithm
   cycle: int = 0
+  keeps: int = 0
   trained: Trained | None = None
   optimizer_of: str | None = None
   reference_of: str | None = None

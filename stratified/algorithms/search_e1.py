@@ -136,6 +136,8 @@ class SearchE1(Algorithm):
   alternation: SearchE1Settings
   reinforcement: Grpo
   distillation: "Distillation"
+  samples_per_question: int
+  questions_per_step: int
 
   @classmethod
   def make(cls, read, facts) -> "SearchE1":
@@ -143,19 +145,46 @@ class SearchE1(Algorithm):
     distillation = Distillation(
       read(DistillationSettings), read(DivergenceSettings), read(PairSettings), read(GuideSettings)
     )
-    return cls(read(SearchE1Settings), Grpo.make(read, facts), distillation)
+    found, samples = distillation.pairs, facts.samples_per_question
+    if found.source == "last_steps" and found.samples_per_question not in (0, samples):
+      raise ValueError(
+        f"pairs.samples_per_question={found.samples_per_question} with pairs.source='last_steps' "
+        f"must be 0 or rollout.samples_per_question={samples}, which those steps have"
+      )
+    return cls(
+      read(SearchE1Settings),
+      Grpo.make(read, facts),
+      distillation,
+      samples,
+      facts.questions_per_step,
+    )
 
   def stages(self, num_steps: int) -> tuple[Stage, ...]:
     """Reinforcement and distillation of each cycle in turn; either may have no step."""
     steps, found = self.alternation.reinforcement_steps(num_steps), []
+    keeps = self._kept_steps(steps) if self.alternation.distillation_steps else 0
     for cycle in range(1, self.alternation.cycles + 1):
       if steps:
-        found.append(self._reinforcement(steps, cycle))
+        found.append(self._reinforcement(steps, cycle, keeps))
       if self.alternation.distillation_steps:
-        found.append(self._distillation(cycle))
+        found.append(self._distillation(cycle, keeps))
     return tuple(found)
 
-  def _reinforcement(self, steps: int, cycle: int) -> Stage:
+  def _kept_steps(self, steps: int) -> int:
+    """The reinforcement steps whose rollouts make the pairs; 0 where fresh ones do."""
+    asked = self.distillation.pairs
+    if asked.source == "fresh":
+      return 0
+    kept = -(-asked.num_questions // self.questions_per_step)
+    if kept > steps:
+      raise ValueError(
+        f"pairs.num_questions={asked.num_questions} with pairs.source='last_steps' are those of "
+        f"{kept} steps, and a cycle has {steps} of reinforcement; lower it, or set pairs.source to "
+        "fresh"
+      )
+    return kept
+
+  def _reinforcement(self, steps: int, cycle: int, keeps: int) -> Stage:
     a, earlier = self.alternation, "reinforcement_{}".format
     return Stage(
       earlier(cycle),
@@ -163,16 +192,17 @@ class SearchE1(Algorithm):
       steps,
       self.reinforcement,
       cycle=cycle,
+      keeps=keeps,
       optimizer_of=earlier(cycle - 1) if cycle > 1 and a.optimizer == "keep" else None,
       reference_of=earlier(1) if cycle > 1 and a.reference == "first" else None,
     )
 
-  def _distillation(self, cycle: int) -> Stage:
+  def _distillation(self, cycle: int, kept_steps: int) -> Stage:
     return Stage(
       f"distillation_{cycle}",
       "pairs",
       self.alternation.distillation_steps,
-      self.distillation,
+      dataclasses.replace(self.distillation, kept_steps=kept_steps),
       cycle=cycle,
       trained=self.distillation.trained,
     )
@@ -195,6 +225,7 @@ class Distillation(Algorithm):
   between: DivergenceSettings
   pairs: PairSettings
   guide: GuideSettings
+  kept_steps: int = 0  # of the reinforcement before, whose rollouts make the pairs; 0 is fresh ones
 
   @property
   def teacher(self) -> Teacher | None:

@@ -18,7 +18,7 @@ from stratified.agents import agent
 from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm, Stage
 from stratified.algorithms.supervised import Supervised
-from stratified.config import read
+from stratified.config import read, Rule
 from stratified.data.tokenizer import Tokenizer
 from stratified.learner import batching, trial, update
 from stratified.learner import optimizer as optimizers
@@ -76,6 +76,14 @@ class Run:
   def last(self) -> StageParts:
     """The stage that the run ends with: whose state its checkpoints hold."""
     return self.stages[-1]
+
+  @property
+  def rules(self) -> dict[str, Rule]:
+    """{dotted name: rule} of its fields; several stages would each change with more steps."""
+    found = settings.rules()
+    if sum(not parts.supervised for parts in self.stages) == 1:
+      return found
+    return found | {"num_steps": dataclasses.replace(found["num_steps"], grows=False)}
 
   @property
   def workdir_config(self) -> dict:
@@ -227,6 +235,7 @@ def algorithm(config, num_strata: int) -> Algorithm:
     samples_per_question=config.rollout.samples_per_question,
     max_tokens=config.rollout.max_tokens,
     max_turns=config.rollout.max_turns + 1,
+    questions_per_step=config.data.questions_per_step,
   )
   name = read(AlgorithmSettings, config).name
   return algorithms.make(name, functools.partial(read, config=config), facts)

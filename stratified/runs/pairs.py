@@ -10,6 +10,7 @@ from collections.abc import Callable
 import hashlib
 import json
 import pathlib
+import zlib
 
 import numpy as np
 
@@ -144,6 +145,9 @@ class Pairs:
     """Rolls out training questions with the policy, rewards them, and picks the pairs."""
     run, settings = self._around.run, self._algorithm.pairs
     config, task, sampler = run.config, run.task, self._around.sampler
+    if self._algorithm.kept_steps:
+      groups = kept(self._around.workdir, self._parts.first, self._algorithm.kept_steps)
+      return self._picked(groups[: settings.num_questions])
     sampler.load(policy, self._parts.first)
     groups, each = [], config.data.questions_per_step
     samples = settings.samples_per_question or config.rollout.samples_per_question
@@ -168,9 +172,13 @@ class Pairs:
         progress.update(len(asked))
     if config.sampler.release:
       sampler.release()
-    with blame("reward.name", config.reward.name):
+    return self._picked(groups)
+
+  def _picked(self, groups) -> pairs.Mined:
+    run = self._around.run
+    with blame("reward.name", run.config.reward.name):
       rewards = [[0.0 if t.fault else run.reward(t).total for t in group] for group in groups]
-    return pairs.mine(groups, rewards, settings, seed=config.seed)
+    return pairs.mine(groups, rewards, self._algorithm.pairs, seed=run.config.seed)
 
 
 ###  Files  ###
@@ -179,6 +187,32 @@ class Pairs:
 def hash_of(policy) -> str:
   """A short name of weights, the same on any mesh."""
   return hashlib.sha256(np.asarray(lora.fingerprint(policy)).tobytes()).hexdigest()[:16]
+
+
+def keep(workdir: pathlib.Path, step: int, groups) -> None:
+  """Keeps the rollouts of a reinforcement step for the pairs of the distillation after it."""
+  path = _kept_path(workdir, step)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  files.write_atomic(path, processes.encoded(groups))
+
+
+def kept(workdir: pathlib.Path, end: int, count: int) -> list:
+  """Reads the rollouts of the last `count` steps up to `end`; Unusable where one is gone."""
+  groups = []
+  for step in range(end - count + 1, end + 1):
+    path = _kept_path(workdir, step)
+    try:
+      groups += processes.decoded(path.read_bytes())
+    except (OSError, ValueError, zlib.error) as error:
+      raise Unusable(
+        f"the rollouts of step {step}, {path}, which pairs are made of, can't be read ({error}); "
+        "bring the file back, or train in a new workdir"
+      ) from error
+  return groups
+
+
+def _kept_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
+  return workdir / "pairs" / "rollouts" / f"step_{step:06d}.json.zlib"
 
 
 def write(path: pathlib.Path, mined: pairs.Mined, decode: Callable, made_by: str) -> None:

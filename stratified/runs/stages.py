@@ -8,6 +8,7 @@ A source serves `trainer.run_stage`:
 """
 
 from collections.abc import Callable
+import functools
 import time
 
 import numpy as np
@@ -15,9 +16,8 @@ import numpy as np
 from stratified.algorithms import guide
 from stratified.config import read
 from stratified.evaluation import score as scoring
-from stratified.learner import batching
-from stratified.runs import build, held_out
-from stratified.runs.pairs import Pairs
+from stratified.learner import batching, processes
+from stratified.runs import build, held_out, pairs
 from stratified.runs.rollouts import Rollouts
 from stratified.runs.surroundings import blame, evaluate, evaluate_first, row_of, Surroundings
 from stratified.runs.writer import trajectory_records
@@ -144,6 +144,9 @@ class Reinforcement:
         groups, task.tokenizer.decode, reward, strata, advantage, task.tool_names
       )
       writer.write_trajectories(step, records)
+    if step > self._parts.first + self._parts.stage.num_steps - self._parts.stage.keeps:
+      keep = functools.partial(pairs.keep, self._around.workdir, step, self._sampled[0])
+      processes.first_then_all(keep, f"rollouts of step {step}")
     if held_out.due(config, self._parts, step):
       self._rollouts.settle()
       evaluate(self._around, self._policy(state), step)
@@ -161,4 +164,4 @@ class Reinforcement:
     self._rollouts.__exit__(*error)
 
 
-SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement, "pairs": Pairs}
+SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement, "pairs": pairs.Pairs}

@@ -134,7 +134,9 @@ def run_stage(
     say(f"going on from step {step} of {stage.num_steps} ({stage.name})")
   with (
     stages.SOURCES[stage.source](seat.parts, around, weights.policy) as source,
-    Progress(stage.num_steps, source.label, done=step, active=processes.is_first()) as progress,
+    Progress(
+      stage.num_steps, what(source, stage), done=step, active=processes.is_first()
+    ) as progress,
   ):
     if fresh and source.start(state):
       seat.save(0, state, force=True)
@@ -166,6 +168,11 @@ def run_stage(
     where = f"step {step} of {stage.num_steps} ({stage.name})"
     say(f"stopped at {where} and saved; the same command goes on")
   return state
+
+
+def what(source, stage) -> str:
+  """What a stage's progress counts."""
+  return source.label + (f" of cycle {stage.cycle}" if stage.cycle else "")
 
 
 def say(text: str) -> None:
