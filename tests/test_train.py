@@ -349,7 +349,13 @@ def test_a_preset_without_its_model_names_what_is_missing(preset, tmp_path):
 
 
 def test_a_method_of_two_stages_runs_and_resumes_in_the_second(tmp_path):
-  method = {"algorithm.name": "tests.two_stages:TwoStages", "eval.every": 0}
+  """With adapters: the second stage's lie beside the policy that the first one ended with."""
+  method = {
+    "algorithm.name": "tests.two_stages:TwoStages",
+    "eval.every": 0,
+    "lora.rank": 2,
+    "optimizer.name": "adamw",
+  }
   done = run(tmp_path / "whole", **method)
   assert done.returncode == 0, done.stderr[-3000:]
   training = [row for row in rows(tmp_path / "whole") if "reward/mean" in row]
@@ -357,8 +363,9 @@ def test_a_method_of_two_stages_runs_and_resumes_in_the_second(tmp_path):
     (1, "held"), (2, "held"), (3, "free"), (4, "free")
   ]  # fmt: skip
   assert (tmp_path / "whole" / "held" / "checkpoints" / "2").exists()
-  # Two rows of the warm start, the first evaluation, three steps: the third is the second stage's.
-  status, log = interrupt(tmp_path / "stopped", signal.SIGKILL, lambda count: count >= 6, **method)
+  # Two rows of the warm start, the first evaluation, two steps and their evaluation, a step of the
+  # second stage.
+  status, log = interrupt(tmp_path / "stopped", signal.SIGKILL, lambda count: count >= 7, **method)
   assert status == -signal.SIGKILL, log[-2000:]
   done = run(tmp_path / "stopped", **method)
   assert done.returncode == 0, done.stderr[-3000:]
@@ -371,9 +378,10 @@ def test_a_method_of_two_stages_runs_and_resumes_in_the_second(tmp_path):
     ({"algorithm.name": "tests.two_stages:NoStage"}, "it must give one Stage at least"),
     ({"algorithm.name": "tests.two_stages:Short"}, "they must add up to num_steps=4"),
     (
-      {"algorithm.name": "tests.two_stages:TwoStages", "lora.rank": 2, "optimizer.name": "adamw"},
-      "with the 2 stages of .* can't resume",
+      {"algorithm.name": "tests.two_stages:Unknown"},
+      "'free' with reference_of='first'; name one of the stages before it: held",
     ),
+    ({"algorithm.name": "tests.two_stages:OnPairs"}, "such a stage needs a Distillation"),
   ],
 )
 def test_stages_that_can_not_follow_each_other_are_refused(changes, sentence):

@@ -25,3 +25,15 @@ class NoStage(TwoStages):
 class Short(TwoStages):
   def stages(self, num_steps):
     return super().stages(num_steps)[:1]
+
+
+class Unknown(TwoStages):
+  def stages(self, num_steps):
+    held, free = super().stages(num_steps)
+    return held, free._replace(reference_of="first")
+
+
+class OnPairs(TwoStages):
+  def stages(self, num_steps):
+    held, free = super().stages(num_steps)
+    return held, free._replace(source="pairs")

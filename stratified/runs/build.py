@@ -118,9 +118,10 @@ def check(config) -> None:
   """
   refusals.check_settings(config)
   method = algorithm(config, trial.NUM_STRATA)
+  found = refusals.checked_stages(config, method)
   if ":" in config.algorithm.name:
-    trial.check(method, f"algorithm.name={config.algorithm.name!r}")
-  refusals.checked_stages(config, method)
+    for tried in {id(one.algorithm): one.algorithm for one in found}.values():
+      trial.check(tried, f"algorithm.name={config.algorithm.name!r}")
 
 
 def assemble(config, mesh, model: decoder.DecoderConfig, *, task: bool = False) -> Run:

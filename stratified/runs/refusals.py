@@ -7,6 +7,7 @@ import jax
 from stratified import config as configs
 from stratified import files, rewards, sharding, strata
 from stratified.algorithms.base import Algorithm, Stage
+from stratified.algorithms.search_e1 import Distillation
 from stratified.config import read
 from stratified.policy import decoder, lora
 from stratified.policy.settings import check_platform, PolicySettings
@@ -105,7 +106,20 @@ def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
         f"{name} has a stage {stage.name!r} with the source {stage.source!r}; choose one of "
         f"{', '.join(SOURCES)}"
       )
+    if stage.source == "pairs" and not isinstance(stage.algorithm, Distillation):
+      raise ValueError(
+        f"{name} has a stage {stage.name!r} on pairs with {type(stage.algorithm).__name__}; such a "
+        "stage needs a Distillation (stratified/algorithms/search_e1.py)"
+      )
   names = [stage.name for stage in found]
+  for number, stage in enumerate(found):
+    for part in ("optimizer_of", "reference_of"):
+      other = getattr(stage, part)
+      if other is not None and other not in names[:number]:
+        raise ValueError(
+          f"{name} has a stage {stage.name!r} with {part}={other!r}; name one of the stages before "
+          f"it: {', '.join(names[:number]) or 'it is the first'}"
+        )
   if len({*names, "warm_start"}) <= len(names):
     raise ValueError(f"{name} has stages called {', '.join(names)}; each needs a name of its own")
   steps = [stage.num_steps for stage in found]
