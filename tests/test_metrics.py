@@ -300,3 +300,17 @@ def test_a_resumed_warm_start_says_that_its_rows_are_gone(tmp_path, capsys):
   assert "metrics.jsonl is gone, but the checkpoint is of warm_start/step 4" in (
     capsys.readouterr().out
   )
+
+
+def test_tokens_are_counted_from_the_run_s_start_also_by_one_that_goes_on(tmp_path):
+  with metrics.Writer(tmp_path) as writer:
+    writer.write({"warm_start/step": 1, "warm_start/loss": 1.0}, trained=10)
+    for step in (1, 2, 3):
+      writer.write({"step": step}, sampled=step, trained=100)
+      writer.write({"step": step, "eval/exact_match": 0.5})
+  with metrics.Writer(tmp_path, resume_step=2) as writer:
+    writer.write({"step": 3}, sampled=5, trained=100)
+  rows = [row for row in _rows(tmp_path) if "run/sampled_tokens" in row]
+  assert [(row["run/sampled_tokens"], row["run/trained_tokens"]) for row in rows] == [
+    (0, 10), (1, 110), (3, 210), (8, 310)
+  ]  # fmt: skip

@@ -61,7 +61,8 @@ class Pairs:
       "update/tokens_per_second": batching.num_tokens(batch) / row["time/update_s"],
       "update/padding_share": batching.padding_share(batch),
     }
-    self._around.writer.write(row)
+    sampled = row.get("pairs/sampled_tokens", 0)  # in the first row alone
+    self._around.writer.write(row, sampled=sampled, trained=batching.num_tokens(batch))
     if held_out.due(self._around.run.config, self._parts, step):
       evaluate(self._around, self._policy(state), step)
     return f"loss {row['distillation/loss']:.4f}, {row['pairs/count']:.0f} pairs"
@@ -172,7 +173,9 @@ class Pairs:
         progress.update(len(asked))
     if config.sampler.release:
       sampler.release()
-    return self._picked(groups)
+    sampled = sum(t.num_policy_tokens + t.side_tokens for group in groups for t in group)
+    mined = self._picked(groups)
+    return mined._replace(stats=mined.stats | {"pairs/sampled_tokens": sampled})
 
   def _picked(self, groups) -> pairs.Mined:
     run = self._around.run

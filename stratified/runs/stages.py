@@ -60,14 +60,13 @@ class Demonstrations:
 
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
     loss = float(stats["warm_start/loss"])
-    self._writer.write(
-      {
-        "warm_start/step": step,
-        "stage": self._parts.stage.name,
-        "warm_start/loss": loss,
-        "grad/norm": float(stats["grad/norm"]),
-      }
-    )
+    row = {
+      "warm_start/step": step,
+      "stage": self._parts.stage.name,
+      "warm_start/loss": loss,
+      "grad/norm": float(stats["grad/norm"]),
+    }
+    self._writer.write(row, trained=batching.num_tokens(batch))
     return f"loss {loss:.3f}"
 
   def __enter__(self) -> "Demonstrations":
@@ -135,7 +134,8 @@ class Reinforcement:
       "time/step_s": now - self._clock,
     }
     self._clock = now
-    writer.write(row)
+    trained = batching.num_tokens(batch) * config.update.epochs
+    writer.write(row, sampled=row["rollout/policy_tokens"], trained=trained)
     every = config.logging.trajectories_every
     if every and step % every == 0:
       groups, reward, strata = self._sampled

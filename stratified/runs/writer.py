@@ -33,6 +33,7 @@ class LoggingSettings(Settings):
   )
 
 
+TOKENS = ("run/sampled_tokens", "run/trained_tokens")
 _TRAJECTORY_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -150,7 +151,7 @@ class Writer:
       "train": -1 if resume_step is None else resume_step,
       "warm_start": math.inf if resume_step is not None else warm_start_step,
     }
-    self._last_step = -1
+    self._last_step, self._tokens = -1, dict.fromkeys(TOKENS, 0)
     if not active:
       return
     self._workdir.mkdir(parents=True, exist_ok=True)
@@ -158,11 +159,16 @@ class Writer:
     kept = _cut_back(self._workdir / "metrics.jsonl", self._purge)
     _say_what_is_gone(self._workdir / "metrics.jsonl", kept, resume_step, warm_start_step)
     self._last_step = max((row["step"] for row in kept if "step" in row), default=-1)
+    for row in kept:
+      self._tokens |= {key: row[key] for key in TOKENS if isinstance(row.get(key), int)}
     _remove_trajectories(self._workdir / "trajectories", self._purge["train"])
     self._file = (self._workdir / "metrics.jsonl").open("ab")
 
-  def write(self, row: Mapping[str, Any]) -> None:
+  def write(self, row: Mapping[str, Any], *, sampled: int = 0, trained: int = 0) -> None:
     """Appends one row, flushed to the system before returning, and its numbers to TensorBoard.
+
+    sampled: tokens that the policy wrote for training since the last row; trained: tokens that
+    updates ran over, each pass counted. A row with either carries both sums since the run's start.
 
     A row carries `step` (training and evaluation) or `warm_start/step`. Values are numbers,
     strings, None or 0-d arrays. JSON has no word for a number that is not finite: it is written as
@@ -188,6 +194,10 @@ class Writer:
           "back: open a new Writer with the restored step to repeat steps"
         )
       self._last_step = step
+    if sampled or trained:
+      for key, count in zip(TOKENS, (sampled, trained)):
+        self._tokens[key] += int(count)
+      row |= self._tokens
     self._file.write(files.json_line(row))
     self._file.flush()
     self._write_curves(run, step, row)
