@@ -93,7 +93,8 @@ COPIES = """HloModule jit_step
 
 %begun (p: bf16[4,8]) -> bf16[32,8] {
   %p = bf16[4,8]{1,0} parameter(0)
-  ROOT %g.1 = bf16[32,8]{1,0} all-gather(%p), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %g.1 = bf16[32,8]{1,0} all-gather(%p), channel_id=7, replica_groups=[1,8]<=[8], \
+dimensions={0}
 }
 
 %fed (p: bf16[4,8]) -> bf16[32,8] {
@@ -104,7 +105,8 @@ dimensions={0}
 
 %other (p: bf16[4,8]) -> bf16[32,8] {
   %p = bf16[4,8]{1,0} parameter(0)
-  ROOT %g.3 = bf16[32,8]{1,0} all-gather(%p), channel_id=8, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %g.3 = bf16[32,8]{1,0} all-gather(%p), channel_id=8, replica_groups=[1,8]<=[8], \
+dimensions={0}
 }
 
 ENTRY %main (p: bf16[4,8]) -> bf16[32,8] {
