@@ -837,7 +837,11 @@ def test_pairs_and_searches_stand_by_hops_and_cycle(tmp_path):
     ],
   }
   page = _Page(make_run(tmp_path / "whole", rows))
-  for part in ("Phases: reinforcementdistillation", "before → after each phase", "2.00 → 3.00"):
+  for part in (
+    "Phases: reinforcement (r)distillation (d)",
+    "before → after each phase",
+    "2.00 → 3.00",
+  ):
     assert part in page.text
   page = _Page(make_run(tmp_path / "begun", rows[:9]))  # killed in the first phase
   assert "0.50 → –" in page.text
