@@ -56,3 +56,41 @@ PRESETS = {"tiny": TINY, "smollm2": SMOLLM2, "base": BASE, "instruct": INSTRUCT}
 
 def get_config(preset: str = "tiny"):
   return settings.of_preset(PRESETS, preset, "configs/search_e1.py")
+
+
+def sweep_clip(add):
+  """The published clip turns some gradients round; the others do not."""
+  for form in ("entry", "position", "scaled", "none"):
+    add(**{"distillation.clip_form": form})
+
+
+def sweep_reference(add):
+  """Does a reference of few searches teach not to search? `random_wrong` is a control of style."""
+  for rule in (
+    "fewest_searches",
+    "fewest_searches_some",
+    "stratified",
+    "random_correct",
+    "random_wrong",
+  ):
+    add(**{"pairs.reference": rule})
+
+
+def sweep_shown(add):
+  """What of the reference the teacher needs. `no_documents` still has the answer."""
+  for part in ("full", "no_answer", "no_documents", "queries_only"):
+    add(**{"guide.shown": part})
+
+
+def sweep_span(add):
+  """Which of the student's tokens count."""
+  for span in ("all", "think_search", "search"):
+    add(**{"distillation.span": span})
+
+
+def sweep_loss(add):
+  """Is a teacher needed, and which divergence from it? The last is reinforcement alone."""
+  for divergence in ("forward", "reverse", "jensen_shannon"):
+    add(**{"distillation.divergence": divergence})
+  add(**{"distillation.loss": "imitation"})
+  add(**{"search_e1.distillation_steps": 0})

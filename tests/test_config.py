@@ -450,6 +450,33 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_2(program, flags, 
   assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+  "line, sentence",
+  [
+    ('config.update_from_flattened_dict({"search_e1.cycels": 2})', "sets search_e1.cycels, which "
+     "is no field of a config; did you mean search_e1.cycles?"),
+    ("config.num_stepz = 3", "sets num_stepz, which is no field of a config; did you mean "
+     "num_steps?"),
+    ("config.advantage.alhpa = 1.0", "sets advantage.alhpa, which is no field of a config; did you "
+     "mean advantage.alpha?"),
+    ('config.update_from_flattened_dict({"nothing.at_all": 2})', "sets nothing.at_all, which is no "
+     "field of a config ("),
+    ("config.advantage.alhpa", "'alhpa' is missing"),
+    ('{}["a key"]', ": a key ("),
+  ],
+)  # fmt: skip
+def test_a_field_that_a_config_file_gets_wrong_is_named_with_the_file(tmp_path, line, sentence):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "from stratified.runs import settings\ndef get_config():\n"
+    f"  config = settings.default_config()\n  {line}\n  return config\n"
+  )
+  done = start("train", f"--config={path}", "--config.advantage.alpha=0.5", "--workdir=x")
+  lines = done.stderr.strip().splitlines()
+  assert done.returncode == 2 and len(lines) == 1, done.stderr[-2000:]
+  assert f"--config={path}" in lines[0] and sentence in lines[0], lines
+
+
 def test_every_program_goes_through_the_one_command_line():
   for path in (ROOT / "experiments").glob("*.py"):
     text = path.read_text()

@@ -1,6 +1,9 @@
 """Reading compiled programs: loops, groups, bytes; each on text written by hand, whose answer is
 known."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -84,6 +87,65 @@ def test_a_loop_of_open_length_is_given_one():
 
 def test_a_collective_in_several_fusions_of_one_channel_is_one():
   assert sum(each.kind == "all-gather" for each in hlo.collectives(PROGRAM, num_devices=8)) == 1
+
+
+COPIES = """HloModule jit_step
+
+%begun (p: bf16[4,8]) -> bf16[32,8] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  ROOT %g.1 = bf16[32,8]{1,0} all-gather(%p), channel_id=7, replica_groups=[1,8]<=[8], \
+dimensions={0}
+}
+
+%fed (p: bf16[4,8]) -> bf16[32,8] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  ROOT %g.2 = bf16[32,8]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[1,8]<=[8], \
+dimensions={0}
+}
+
+%other (p: bf16[4,8]) -> bf16[32,8] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  ROOT %g.3 = bf16[32,8]{1,0} all-gather(%p), channel_id=8, replica_groups=[1,8]<=[8], \
+dimensions={0}
+}
+
+ENTRY %main (p: bf16[4,8]) -> bf16[32,8] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %f1 = bf16[32,8]{1,0} fusion(%p), kind=kOutput, calls=%begun
+  %f2 = bf16[32,8]{1,0} fusion(%p), kind=kCustom, calls=%fed
+  %f3 = bf16[32,8]{1,0} fusion(%p), kind=kCustom, calls=%other
+  %whole = bf16[64,8]{1,0} all-gather(%f1), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}
+  ROOT %again = bf16[64,8]{1,0} all-gather(%f3), channel_id=1, replica_groups=[4,2]<=[8], \
+dimensions={0}
+}
+"""
+
+
+def test_copies_in_fusions_are_one_and_others_of_one_channel_are_each_their_own():
+  sizes = sorted(str(each.array) for each in hlo.collectives(COPIES, num_devices=8))
+  assert sizes == ["bf16[32,8]", "bf16[32,8]", "bf16[64,8]", "bf16[64,8]"]
+
+
+SHARD_MAP = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax
+from stratified.planning import hlo
+mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+with jax.set_mesh(mesh):
+  gather = lambda x: jax.lax.all_gather(x, "a", tiled=True)
+  local = lambda x, y: (gather(x) * 2, gather(y) + 1, gather(gather(x)[:2] * x[0]))
+  step = jax.jit(jax.shard_map(local, in_specs=(jax.P("a"), jax.P("a")), out_specs=jax.P("a")))
+  split = jax.NamedSharding(mesh, jax.P("a"))
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, "float32", sharding=split)
+  text = step.lower(of(4, 5), of(8, 7)).compile().as_text()
+print(sorted(str(each.array) for each in hlo.collectives(text, num_devices=4)))
+"""
+
+
+def test_no_gather_of_a_real_shard_map_is_missed():
+  done = subprocess.run([sys.executable, "-c", SHARD_MAP], capture_output=True, text=True)
+  assert done.stdout.strip() == "['f32[4,5]', 'f32[8,5]', 'f32[8,7]']", done.stderr[-2000:]
 
 
 def test_a_collective_over_one_device_is_none():

@@ -107,6 +107,41 @@ def test_a_group_whose_right_rollouts_never_searched_has_no_reference_that_did()
   assert not pairs and stats["pairs/skipped_no_search"] == stats["pairs/skipped_share"] == 1
 
 
+def test_a_wrong_reference_teaches_another_wrong_rollout_the_most_different_one():
+  group = [
+    rollout(0, "x"),  # right
+    rollout(1, "x"),  # wrong
+    rollout(2, "x", "y", "z"),  # wrong
+    rollout(3, *"abcdef"),  # right, further from any wrong one than those are
+  ]
+  seen = {
+    (pair.reference.sample, pair.student.sample, pair.reference_reward, pair.student_reward)
+    for seed in range(20)
+    for pair in mined(group, [1, 0, 0, 1], seed, reference="random_wrong").pairs
+  }
+  assert seen == {(1, 2, 0, 0), (2, 1, 0, 0)}
+  group = [rollout(0, "x"), rollout(1), rollout(2, "x"), rollout(3, "x", "y"), rollout(4, *"xyz")]
+  for seed in range(20):
+    (pair,) = mined(group, [1, 0, 0, 0, 0], seed, reference="random_wrong").pairs
+    expected = max(group[1:], key=lambda one: distance(pair.reference, one))
+    assert pair.student is expected and pair.student is not pair.reference
+  (pair,) = mined(group, [1, 0, 0, 0, 0], reference="random_wrong", student="least_different").pairs
+  assert pair.distance[0] == 1, "the rule of the student holds as for any reference"
+
+
+@pytest.mark.parametrize(
+  "rewards, reason", [([1, 0, 1], "one_wrong"), ([1, 1, 1], "one_wrong"), ([0, 0, 0], "all_wrong")]
+)
+def test_a_wrong_reference_needs_two_wrong_rollouts_beside_a_right_one(rewards, reason):
+  group = [rollout(0), rollout(1, "x"), rollout(2, "x", "y")]
+  pairs, stats = mined(group, rewards, reference="random_wrong")
+  assert not pairs and stats[f"pairs/skipped_{reason}"] == stats["pairs/skipped_share"] == 1
+  assert stats[f"pairs/skipped_{reason}_hops_2"] == 1
+  lost = [*group[:2], rollout(2, "x", "y", fault="gone"), rollout(3)]
+  _, stats = mined(lost, [1, 0, None, 1], reference="random_wrong")
+  assert stats["pairs/skipped_one_wrong"] == 1, "a lost rollout is not a wrong one"
+
+
 ###  The student  ###
 
 

@@ -16,11 +16,13 @@ from stratified import files, strata
 from stratified.reports import (
   alarms,
   axes,
+  cycle_figures,
   group_view,
   plots,
   run_figures,
   run_page,
   score_table,
+  timelines,
   transcripts,
 )
 from stratified.reports import text as texts
@@ -458,7 +460,7 @@ def test_odd_series_are_drawn_without_error():
 
 def test_stacked_shares_fill_the_plot_and_many_strata_are_gathered():
   rows = [row(step, **{f"strata__share_{k}": 1 / 12 for k in range(12)}) for step in range(1, 40)]
-  panel = run_figures.strata_panel(run_figures.timeline(rows), by_searches=False)
+  panel = run_figures.strata_panel(timelines.make(rows), by_searches=False)
   assert len(panel.series) == 7 and panel.series[-1].name == "other"
   assert [pytest.approx(1.0)] * 39 == [
     sum(values) for values in zip(*(series.y for series in panel.series))
@@ -466,7 +468,7 @@ def test_stacked_shares_fill_the_plot_and_many_strata_are_gathered():
 
 
 def test_time_that_no_part_claims_is_drawn(tmp_path):
-  drawn, _, _ = run_figures.cards(run_figures.timeline([row(step) for step in range(1, 5)]))
+  drawn, _, _ = run_figures.cards(timelines.make([row(step) for step in range(1, 5)]))
   panel = next(panel for panel in drawn["Speed"] if "time" in panel.title)
   shares = {series.name: series.y[0] for series in panel.series}
   assert shares == {"rollout": 0.5, "update": 0.25, "everything else": 0.25}
@@ -733,8 +735,8 @@ def test_stages_stand_on_one_axis_in_order_and_are_named(tmp_path):
     for step in range(30, 50)
   ]
   rows += [row(step, stage="reinforcement", cycle=2) for step in range(50, 60)]
-  line = run_figures.timeline(rows)
-  assert line.stages == (
+  line = timelines.make(rows)
+  assert tuple((stage.name, stage.begin) for stage in line.stages) == (
     ("warm start", 1),
     ("reinforcement 1", 40),
     ("distillation 1", 70),
@@ -749,8 +751,116 @@ def test_stages_stand_on_one_axis_in_order_and_are_named(tmp_path):
   assert "Distillation loss" in text and 'class="stage"' in first
 
 
+def cycles():
+  """Rows of two cycles: 10 steps of reinforcement and 5 of distillation each, and evaluations."""
+  rows = [{"warm_start/step": i, "warm_start/loss": 1.0, "stage": "warm_start"} for i in (50, 100)]
+  scored = lambda step, searches: {
+    "step": step,
+    "eval/exact_match": 0.5,
+    "eval/searches_mean": searches,
+    "eval/searches_hops_1": searches,
+    "eval/searches_hops_2": 2 * searches,
+  }
+  rows.append(scored(0, 0.5))
+  for step in range(1, 31):
+    cycle, within = 1 + (step - 1) // 15, (step - 1) % 15
+    phase = "reinforcement" if within < 10 else "distillation"
+    named = {"stage": f"{phase}_{cycle}", "phase": phase, "cycle": cycle}
+    if phase == "reinforcement":
+      rows.append(row(step) | named)
+    else:
+      rows.append({"step": step, "distillation/loss": -0.1, "distillation/kl": 0.3} | named)
+      rows[-1] |= {"grad/norm": 0.1, "distillation/clipped_share": 0.5, "pairs/count": 9 * cycle}
+    if within == 10:
+      rows[-1] |= {"pairs/skipped_all_wrong": 0.25, "pairs/skipped_all_wrong_hops_2": 0.75}
+      rows[-1] |= {"pairs/all_right": 0.125, "pairs/count_hops_2": 4}
+    if within in (9, 14):
+      rows.append(scored(step, step / 10))
+  return rows
+
+
+def test_phases_of_cycles_are_bands_of_one_axis_behind_every_curve():
+  line = timelines.make(cycles())
+  assert [(one.name, one.begin, one.last, one.shade) for one in line.stages] == [
+    ("warm start", 50, 100, None),
+    ("reinforcement 1", 100, 109, 0),
+    ("distillation 1", 110, 114, 1),
+    ("reinforcement 2", 115, 124, 0),
+    ("distillation 2", 125, 129, 1),
+  ]
+  drawn, _, _ = run_figures.cards(line)
+  panels = [*run_figures.first_panels(line), *(panel for card in drawn.values() for panel in card)]
+  assert {panel.x_limits for panel in panels} == {(100, 129)}
+  for panel in panels:
+    text = plots.figure([panel])
+    assert text.count('class="phase p0"') == text.count('class="phase p1"') == 2, panel.title
+    assert "<title>distillation 2</title>" in text
+
+
+def test_a_metric_that_a_phase_lacks_leaves_a_gap_and_never_a_line_across():
+  line = timelines.make(cycles())
+  drawn, missing, _ = run_figures.cards(line)
+  assert missing == []
+  by_title = {panel.title: panel for card in drawn.values() for panel in card}
+  entropy, strata_ = by_title["Policy entropy, nats a token"], drawn["Strata"][0]
+  assert entropy.series[0].breaks == strata_.series[0].breaks == (10,)
+  assert by_title["Gradient norm before clipping"].series[0].breaks == (10, 15, 25)
+  lines = re.findall(r'<path class="line s0" d="([^"]*)"', plots.figure([entropy]))
+  assert len(lines) == 2
+  ends = [[float(x) for x in re.findall(r"[ML]([\d.]+) ", d)] for d in lines]
+  assert min(ends[1]) - max(ends[0]) > 60, "six steps of eleven pixels lie between them"
+  assert plots.figure([strata_]).count("<polygon") == 2 * len(strata_.series)
+  loss, kl = by_title["Distillation loss and true KL, nats a token"].series
+  assert loss.breaks == kl.breaks == (5,) and set(loss.y) == {-0.1}
+
+
+def test_pairs_and_searches_stand_by_hops_and_cycle(tmp_path):
+  rows = cycles()
+  line = timelines.make(rows)
+  drawn, _, _ = run_figures.cards(line)
+  searches, pairs, wrong, right = drawn["Cycles"]
+  assert [(one.name, one.x, one.y) for one in searches.series] == [
+    ("1 hop", [100, 109, 114, 124, 129], [0.5, 1.0, 1.5, 2.5, 3.0]),
+    ("2 hops", [100, 109, 114, 124, 129], [1.0, 2.0, 3.0, 5.0, 6.0]),
+  ]
+  of = lambda panel: {one.name: (one.x, one.y) for one in panel.series}
+  assert of(pairs) == {"all": ([110, 125], [9, 18]), "2 hops": ([110, 125], [4, 4])}
+  assert of(wrong) == {"all": ([110, 125], [0.25] * 2), "2 hops": ([110, 125], [0.75] * 2)}
+  assert of(right) == {"all": ([110, 125], [0.125] * 2)}
+  assert cycle_figures.phase_table(line) == {
+    "head": ["phase", "all", "1 hop", "2 hops"],
+    "rows": [
+      ("reinforcement 1", ["0.50 → 1.00", "0.50 → 1.00", "1.00 → 2.00"]),
+      ("distillation 1", ["1.00 → 1.50", "1.00 → 1.50", "2.00 → 3.00"]),
+      ("reinforcement 2", ["1.50 → 2.50", "1.50 → 2.50", "3.00 → 5.00"]),
+      ("distillation 2", ["2.50 → 3.00", "2.50 → 3.00", "5.00 → 6.00"]),
+    ],
+  }
+  page = _Page(make_run(tmp_path / "whole", rows))
+  for part in (
+    "Phases: reinforcement (r)distillation (d)",
+    "before → after each phase",
+    "2.00 → 3.00",
+  ):
+    assert part in page.text
+  page = _Page(make_run(tmp_path / "begun", rows[:9]))  # killed in the first phase
+  assert "0.50 → –" in page.text
+
+
+def test_stages_without_cycles_have_lines_and_names_and_no_bands(tmp_path):
+  rows = [{"warm_start/step": 9, "warm_start/loss": 1.0, "stage": "warm_start"}]
+  rows += [row(0, eval__exact_match=0.5), *(row(i, stage="reinforcement") for i in range(1, 9))]
+  line = timelines.make(rows)
+  assert not line.cycles and [one.shade for one in line.stages] == [None, None]
+  text = make_run(tmp_path, rows)
+  assert 'class="stage"' in text and 'class="phase' not in text and "Phases:" not in text
+  assert cycle_figures.phase_table(line) is None and "Cycles" not in run_figures.cards(line)[0]
+  evaluated = run_figures.first_panels(line)[0].series[1]
+  assert (evaluated.name, evaluated.x) == ("held-out exact match", [9]), "at the warm start's end"
+
+
 def test_a_run_without_stages_is_drawn_by_its_steps():
-  line = run_figures.timeline([{"warm_start/step": 9, "warm_start/loss": 1.0}, row(0), row(1)])
+  line = timelines.make([{"warm_start/step": 9, "warm_start/loss": 1.0}, row(0), row(1)])
   assert line.stages == () and line.x_label == "step" and [one["x"] for one in line.train] == [0, 1]
 
 

@@ -161,6 +161,16 @@ def test_collectives_of_the_update_are_the_expected_ones(steps):
   )
 
 
+def test_the_output_weights_gradient_is_summed_once_a_micro_batch_and_not_once_a_chunk(steps):
+  """Each device has 52 of the 208 rows; a row of 24 tokens is 4 chunks of 6."""
+  sums = [
+    count
+    for kind, array, group, count in steps[2]["chunk 6"]["sent"]
+    if (kind, array, group) == ("all-reduce", "f32[52,32]", 2)
+  ]
+  assert sum(sums) == 3, sums
+
+
 # --- The mesh and the table ---
 
 

@@ -9,7 +9,9 @@ wrong, the right one that does. A rollout is right when its reward is at least
 drawn by seed and question id, so it depends on no order.
 
 The fewest searches pull a policy towards answering from memory: `stratified` takes the stratum of
-the highest share of right rollouts instead.
+the highest share of right rollouts instead. `random_wrong` is a control: the reference is a wrong
+rollout and the student another wrong one, of questions with a right one too, so that the teacher
+gets a hint of the usual form that knows no answer.
 """
 
 from collections.abc import Sequence
@@ -24,6 +26,11 @@ from stratified.types import Question, Trajectory
 
 Distance = tuple[int, float, int]
 
+# Why a question has no pair: no right rollout; a single valid one; with `fewest_searches_some` no
+# right one that searched; with `random_wrong` fewer than two wrong ones; every rollout lost; its
+# student over the share of those that broke the format.
+SKIPPED = ("all_wrong", "single", "no_search", "one_wrong", "lost", "invalid")
+
 
 @dataclasses.dataclass(frozen=True)
 class PairSettings(Settings):
@@ -33,8 +40,14 @@ class PairSettings(Settings):
   reference: str = setting(
     "fewest_searches",
     "the right rollout that the teacher sees: fewest_searches, the same among those that searched "
-    "(_some), the shortest of the best stratum, or any",
-    choices=("fewest_searches", "fewest_searches_some", "stratified", "random_correct"),
+    "(_some), the shortest of the best stratum, or any; random_wrong, a control, shows a wrong one",
+    choices=(
+      "fewest_searches",
+      "fewest_searches_some",
+      "stratified",
+      "random_correct",
+      "random_wrong",
+    ),
     affects=["training"],
   )
   student: str = setting(
@@ -90,7 +103,7 @@ class _Question(NamedTuple):
 
   question: Question
   pair: Pair | None
-  skipped: str  # "", all_wrong, single, no_search, lost or invalid
+  skipped: str  # "", one of SKIPPED
   all_right: bool
   num_lost: int
 
@@ -149,13 +162,20 @@ def _mine_one(group, reward_k, settings: PairSettings, seed: int) -> _Question:
   )
   if not right:
     return result(None, "all_wrong" if valid else "lost")
-  reference = _reference(valid, right, settings.reference, seed)
+  wrong = [one for one in valid if reward_of[one.sample] < settings.correct_at]
+  if len(valid) == 1:
+    return result(None, "single")
+  if settings.reference == "random_wrong":
+    if len(wrong) < 2:
+      return result(None, "one_wrong")
+    reference = wrong[_draw(seed, question.id, "reference") % len(wrong)]
+  else:
+    reference = _reference(valid, right, settings.reference, seed)
   if reference is None:
     return result(None, "no_search")
-  others = [one for one in valid if one.sample != reference.sample]
-  wrong = [one for one in others if reward_of[one.sample] < settings.correct_at]
-  if not others:
-    return result(None, "single")
+  others, wrong = (
+    [one for one in some if one.sample != reference.sample] for some in (valid, wrong)
+  )
   student = _student(wrong or others, reference, settings.student, seed)
   rewards = reward_of[reference.sample], reward_of[student.sample]
   return result(Pair(reference, student, *rewards, distance(reference, student)), "")
@@ -247,7 +267,7 @@ def _stats(found: Sequence[_Question]) -> dict[str, float]:
     "pairs/all_right": share(one.all_right for one in found),
     "pairs/skipped_share": share(one.pair is None for one in found),
   }
-  for reason in ("all_wrong", "single", "no_search", "lost", "invalid"):
+  for reason in SKIPPED:
     stats[f"pairs/skipped_{reason}"] = share(one.skipped == reason for one in found)
   if not pairs:
     return stats

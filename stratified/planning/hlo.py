@@ -162,24 +162,30 @@ def _step(program, line, condition) -> int:
 
 
 def collectives(text: str, *, dynamic: float = 1.0, num_devices: int = 1) -> list[Collective]:
-  """Every collective over more than one device, those that run most bytes first."""
+  """Every collective over more than one device, those that run most bytes first.
+
+  A channel does not name a collective: on CPU all of shard_map's have channel 1, and layers of an
+  unrolled loop share one on any platform. So each instruction counts, but for those in fusions:
+  TPU's compiler writes one collective into each of the fusions that it starts, feeds and ends in,
+  with the same channel and result.
+  """
   program, entry = computations(text)
   times = counts(program, entry, dynamic)
-  found, seen = [], set()
+  fused, found, seen = _fused(program), [], set()
   for name, lines in program.items():
     for line in lines:
       match = _OPERATION.search(line)
       kind = match and match.group(2).removesuffix("-start")
       channel = re.search(r"\bchannel_id=(\d+)", line)
-      # TPU's compiler writes one collective into each of the fusions that it starts, feeds and ends
-      # in.
-      same = (channel and channel.group(1), kind, times[name])
-      if not times[name] or kind not in KINDS or channel and same in seen:
+      if not times[name] or kind not in KINDS:
         continue
-      seen.add(same)
       group = _group(line, kind, num_devices)
       where = re.search(r'op_name="([^"]*)"', line)
       results = list(_arrays(match.group(1)))
+      same = (channel and channel.group(1), kind, *results, group, times[name])
+      if name in fused and channel and same in seen:
+        continue
+      seen.add(same)
       if match.group(2).endswith("-start") and len(results) > 1:
         # (operands, results), then perhaps two scalars
         results = [array for array in results if array.shape]
@@ -190,6 +196,16 @@ def collectives(text: str, *, dynamic: float = 1.0, num_devices: int = 1) -> lis
         if group > 1 and (array.shape or kind == "all-reduce")
       ]
   return sorted(found, key=lambda c: -c.wire_bytes)
+
+
+def _fused(program: dict[str, list[str]]) -> set[str]:
+  """The computations that fusions call."""
+  calls = (
+    re.search(r" fusion\(.*\bcalls=%?([\w.\-]+)", line)
+    for lines in program.values()
+    for line in lines
+  )
+  return {call.group(1) for call in calls if call}
 
 
 def _group(line, kind, num_devices) -> int:

@@ -61,6 +61,8 @@ def shifted(x_rt, by: int):
 
 def _local(hidden_rtd, weight_vd, target_rt, scale, *, chunk, meshed):
   r, t, d = hidden_rtd.shape
+  if meshed:  # here, so that the weight's gradient is summed over `data` once, after all chunks
+    weight_vd = jax.lax.pcast(weight_vd, "data", to="varying")
   of = _chunk_of_part if meshed else _chunk
   if chunk == t:
     return of(hidden_rtd, weight_vd, target_rt, scale)
@@ -81,11 +83,8 @@ def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
   rows, size = hidden_rtd.shape[0], weight_vd.shape[0]
   everyone = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
   # Each operand says where it is to differ from device to device, so that its gradient is summed
-  # over the rest.
-  weight_vd, hidden_rtd = (
-    jax.lax.pcast(weight_vd, "data", to="varying"),
-    jax.lax.pcast(hidden_rtd, "tensor", to="varying"),
-  )
+  # over the rest: the weight before all chunks.
+  hidden_rtd = jax.lax.pcast(hidden_rtd, "tensor", to="varying")
   z = scores(everyone(hidden_rtd), weight_vd) * scale
   part = jax.lax.axis_index("tensor") * jax.lax.axis_size("fsdp") + jax.lax.axis_index("fsdp")
   high = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), ("tensor", "fsdp"))

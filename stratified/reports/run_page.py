@@ -10,7 +10,16 @@ from typing import Any
 from stratified import files
 from stratified.progress import duration
 from stratified.reports import alarms as alarm_rules
-from stratified.reports import group_view, plots, run_figures, score_table, text, transcripts
+from stratified.reports import (
+  cycle_figures,
+  group_view,
+  plots,
+  run_figures,
+  score_table,
+  text,
+  timelines,
+  transcripts,
+)
 from stratified.runs import workdir as workdirs
 from stratified.runs.workdir import Run
 
@@ -48,7 +57,7 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
 def picture(workdir: str | os.PathLike) -> str:
   """Draws the run as one SVG: reward and exact match, searches a question, rollouts by stratum."""
   run = read(workdir)
-  line = run_figures.timeline(run.rows)
+  line = timelines.make(run.rows)
   found = line.placed(alarm_rules.find(run.rows, _rollouts_per_step(run.config)))
   strata = run_figures.strata_panel(line, found, _by_searches(run.config))
   shown = [*run_figures.first_panels(line, found), strata]
@@ -67,7 +76,7 @@ def read(workdir: str | os.PathLike) -> Run:
 
 def page(run: Run) -> str:
   """The whole report as HTML."""
-  line = run_figures.timeline(run.rows)
+  line = timelines.make(run.rows)
   alarms = alarm_rules.find(run.rows, _rollouts_per_step(run.config))
   scores = score_table.scores_of(run.rows, run.evaluation)
   cards, missing, zero = run_figures.cards(line, line.placed(alarms), _by_searches(run.config))
@@ -86,6 +95,8 @@ def page(run: Run) -> str:
     "forced": bool(scores.forced),
     "cards": [(name, [_card(line, panel) for panel in panels]) for name, panels in cards.items()],
     "warm": _warm_start(line),
+    "phases": cycle_figures.phase_table(line),
+    "legend": _phases(line),
     "zero": zero,
     "groups": [(step, _groups(records)) for step, records in steps],
     "rollouts": [(step, *_rollouts(records)) for step, records in steps],
@@ -179,7 +190,7 @@ def _seconds(row: Mapping[str, Any]) -> float:
   return times.get("time/step_s", sum(times.values()))
 
 
-def _first_figure(line: run_figures.Timeline, alarms: Sequence[alarm_rules.Alarm]):
+def _first_figure(line: timelines.Timeline, alarms: Sequence[alarm_rules.Alarm]):
   """(wide, narrow): drawn twice, so that text keeps its size on a phone; the style shows one."""
   if not line.train:
     return None
@@ -188,13 +199,19 @@ def _first_figure(line: run_figures.Timeline, alarms: Sequence[alarm_rules.Alarm
   return wide, plots.figure(shown, width=360, height=210, x_label=line.x_label)
 
 
-def _card(line: run_figures.Timeline, panel: plots.Panel, x_label: str = ""):
+def _card(line: timelines.Timeline, panel: plots.Panel, x_label: str = ""):
   """(drawing, what it tells)."""
   drawn = plots.figure([panel], width=390, height=200, x_label=x_label or line.x_label)
   return drawn, panel.meaning
 
 
-def _warm_start(line: run_figures.Timeline):
+def _phases(line: timelines.Timeline) -> list[tuple[int, str]]:
+  """(shade, phase) of the bands behind the curves, for their legend."""
+  shaded = [stage for stage in line.stages if stage.shade is not None]
+  return sorted({(stage.shade % plots.SHADES, stage.phase) for stage in shaded})
+
+
+def _warm_start(line: timelines.Timeline):
   panel = run_figures.warm_start_panel(line)
   if not panel.series[0].x:
     return None

@@ -7,7 +7,7 @@ Status 0 is success, 1 a refusal or failure that the program explains, 2 a comma
 no sense, 130 an end by Ctrl-C.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 import pathlib
 import re
 import sys
@@ -82,11 +82,13 @@ def refuse(text: str) -> None:
 
 def sentence(error: Exception, argv: Sequence[str]) -> str:
   """Says in one line what is wrong with a command line, from an exception of its libraries."""
+  while error.args and isinstance(error.args[0], Exception):
+    error = error.args[0]
   text = str(error.args[0] if error.args else error)
-  if isinstance(error, AttributeError | KeyError) and (found := re.match(r"\W*(\w+)", text)):
-    return _unknown_field(found[1], argv)
+  file = next(iter(re.findall(r"--config[= ](\S+)", " ".join(argv))), "")
+  if isinstance(error, AttributeError | KeyError):
+    return _missing(text, file, argv)
   if isinstance(error, OSError):
-    file = next(iter(re.findall(r"--config[= ](\S+)", " ".join(argv))), "")
     return f"--config={file} names no config file that exists"
   if found := re.match(r"flag --(\w+)=None: Flag --\w+ must have a value", text):
     return f"--{found[1]} is missing: {flags.FLAGS[found[1]].help}"
@@ -101,15 +103,35 @@ def sentence(error: Exception, argv: Sequence[str]) -> str:
   return " ".join(text.split())
 
 
-def _unknown_field(name: str, argv: Sequence[str]) -> str:
-  """Names the mistyped field as the command line has it, and the nearest that exist."""
+def _missing(text: str, file: str, argv: Sequence[str]) -> str:
+  """Says which field does not exist, and whether the command line names it or the config file."""
   from stratified.runs import settings  # every part's module, which a right command does not need
 
-  given = [arg.split("=")[0].removeprefix("--") for arg in argv if arg.startswith("--config.")]
-  typed = next((one for one in given if name in one.split(".")), f"config.{name}")
-  typed = typed.removeprefix("config.")
-  near = suggestion(typed, settings.rules(), "--config.")
-  return f"--config.{typed} is no field of a config{near}"
+  if written := re.match(r'Key "([\w.]+)"', text):  # what the file itself assigns
+    typed = ".".join(filter(None, (_section_in(text, settings.rules()), written[1])))
+    return f"--config={file} sets {typed}, which is {_no_field(typed, settings.rules())}"
+  name = text.split("\n")[0].strip("'\"")
+  given = [arg.split("=")[0].removeprefix("--config.") for arg in argv if "--config." in arg]
+  for typed in given:
+    if name in typed.split("."):
+      return f"--config.{typed} is {_no_field(typed, settings.rules(), '--config.')}"
+  said = f"{name!r} is missing" if re.fullmatch(r"\w+", name) else text.split("\n")[0]
+  return f"--config={file}: {said}"
+
+
+def _section_in(text: str, rules: Collection[str]) -> str:
+  """The section that the words "Other fields present" of an error list, "" for none of them."""
+  present = set(re.findall(r"'(\w+)': ", text))
+  fields: dict[str, set[str]] = {}
+  for rule in rules:
+    section, _, name = rule.rpartition(".")
+    fields.setdefault(section, set()).add(name)
+  return next((section for section, names in fields.items() if section and names == present), "")
+
+
+def _no_field(typed: str, rules: Collection[str], prefix: str = "") -> str:
+  close = suggestion(typed, rules, prefix)
+  return f"no field of a config{close}"
 
 
 def _misfit(name: str, value: str) -> str:
