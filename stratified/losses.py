@@ -4,6 +4,7 @@ Pure functions of arrays of one shape, any.
 """
 
 import dataclasses
+import math
 
 import chex
 import jax
@@ -44,6 +45,114 @@ def clipped_surrogate(logp, old_logp, advantage, *, clip_ratio, clip_ratio_high=
     below = (advantage < 0) & (objective < floor)
     objective, clipped = jnp.where(below, floor, objective), clipped | below
   return -objective, clipped.astype(logp.dtype)
+
+
+def gspo(logp, old_logp, advantage, mask_rt, position_rt, **clip):
+  """GSPO's surrogate: one ratio and one clip for all policy tokens of a rollout.
+
+      s = exp(mean over the rollout's policy tokens of logp - old_logp)
+      loss = -min(s A, clip(s, 1 - clip_ratio, 1 + clip_ratio_high) A)    at each of them
+
+  The value at a token is s, its gradient s x that of the token's own logp: the sum over a rollout
+  is the paper's with `sequence_mean`, and advantages may differ by token (its GSPO-token). The
+  paper's clip is 3e-4 below and 4e-4 above. Arrays are packed rows [R, T]; `clip` and what is
+  returned are `clipped_surrogate`'s. Source: arXiv 2507.18071, Eq. 5 and 13.
+  """
+  mean = sequence_mean(logp - old_logp, mask_rt, position_rt)
+  return clipped_surrogate(_carried(mean, logp), jnp.zeros_like(logp), advantage, **clip)
+
+
+def cispo(logp, old_logp, advantage, *, clip_ratio, clip_ratio_high=None):
+  """CISPO: clips the weight of a token and never drops its gradient.
+
+      loss = -stop_gradient(clip(rho, 1 - clip_ratio, 1 + clip_ratio_high)) A logp
+
+  clip_ratio 1 and above leaves small weights as they are, as the paper does. Returns (loss,
+  clipped); clipped is 1 where the weight is held. Source: MiniMax-M1, arXiv 2506.13585, Eq. 4.
+  """
+  chex.assert_equal_shape([logp, old_logp, advantage])
+  high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+  ratio = jax.lax.stop_gradient(ratio_of(logp, old_logp))
+  held = jnp.clip(ratio, 1 - clip_ratio, 1 + high)
+  return -held * advantage * logp, (held != ratio).astype(logp.dtype)
+
+
+def sapo(logp, old_logp, advantage, *, temperature, temperature_negative):
+  """SAPO's soft gate in place of a clip.
+
+      loss = -(4 / tau) sigmoid(tau (rho - 1)) A,    tau by the sign of A
+
+  At rho = 1 its gradient is the plain policy gradient; away from it, it fades. Returns (loss,
+  faded), faded = 1 - 4 g (1 - g) with g the sigmoid: the share of the token's weight that the gate
+  takes. Source: arXiv 2511.20347, Eq. 5 and 6.
+  """
+  chex.assert_equal_shape([logp, old_logp, advantage])
+  tau = jnp.where(advantage >= 0, temperature, temperature_negative)
+  gate = jax.nn.sigmoid(tau * (ratio_of(logp, old_logp) - 1))
+  return -4 / tau * gate * advantage, 1 - 4 * gate * (1 - gate)
+
+
+def gmpo(logp, old_logp, advantage, mask_rt, position_rt, *, clip_ratio, clip_ratio_high=None):
+  """GMPO: the geometric mean of a rollout's clipped token ratios.
+
+      h_t = min(rho_t, 1 + clip_ratio_high) where A >= 0, max(rho_t, 1 - clip_ratio) where A < 0
+      loss = -(product of h_t)^(1 / n) A    at each of the n policy tokens
+
+  The gradient of a token is 0 where its ratio is held, else the geometric mean x that of its logp;
+  the sum over a rollout is the paper's with `sequence_mean`. Its clip, exp(-0.4) to exp(0.4), is
+  clip_ratio 0.33, clip_ratio_high 0.49. Arrays are packed rows [R, T]. Returns (loss, clipped).
+  Source: arXiv 2507.20673, Eq. 4.
+  """
+  chex.assert_equal_shape([logp, old_logp, advantage, mask_rt, position_rt])
+  high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+  above = math.log1p(high)
+  below = math.log1p(-clip_ratio) if clip_ratio < 1 else -LOG_RATIO_LIMIT
+  x = jnp.clip(logp - old_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+  held = jnp.where(advantage >= 0, jnp.minimum(x, above), jnp.maximum(x, below))
+  clipped = (held != x) & (advantage != 0)
+  mean = sequence_mean(held, mask_rt, position_rt)
+  ratio = jnp.exp(_carried(mean, jnp.where(clipped, 0, logp)))
+  return -ratio * advantage, clipped.astype(logp.dtype)
+
+
+SURROGATES = ("clipped", "gspo", "cispo", "sapo", "gmpo")
+
+
+def _carried(value, logp):
+  """`value` with the gradient of `logp`."""
+  return jax.lax.stop_gradient(value) + logp - jax.lax.stop_gradient(logp)
+
+
+def lost_likelihood(logp, old_logp, mask_rt, position_rt, *, gate):
+  """LLDS: what each policy token has lost of its log-prob, where its gate is open.
+
+      Delta = old_logp - logp
+      loss = max(0, Delta) where sum of Delta > 0 over the gate's tokens, else 0
+
+  gate: "action" sums over the turn (a contiguous span of policy tokens), "response" over all of the
+    rollout's, "token" has no gate. Arrays are packed rows [R, T].
+  Source: arXiv 2512.04220.
+  """
+  chex.assert_equal_shape([logp, old_logp, mask_rt, position_rt])
+  lost = jnp.where(mask_rt > 0, old_logp - logp, 0)
+  if gate == "token":
+    return jnp.maximum(lost, 0)
+  if gate == "action":
+    before = jnp.concatenate([jnp.zeros_like(mask_rt[:, :1]), mask_rt[:, :-1]], axis=1)
+    position_rt = jnp.where((position_rt == 0) | (mask_rt != before), 0, 1)
+  return jnp.where(segment_sum(lost, position_rt) > 0, jnp.maximum(lost, 0), 0)
+
+
+GATES = ("action", "token", "response")
+
+
+def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
+  """DAPO's soft penalty for a rollout of so many tokens, in [-1, 0].
+
+  0 up to max_length - buffer, then falling linearly to -1 at max_length. Source: arXiv 2503.14476,
+  Eq. 13.
+  """
+  return -min(max(length - (max_length - buffer), 0) / buffer, 1.0)
 
 
 def clipped_value_loss(value, old_value, target, *, clip):
@@ -105,6 +214,12 @@ def segment_sum(x_rt, position_rt):
   starts = position_rt == 0
   ends = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], axis=1)
   return running(x_rt, starts) + running(x_rt[:, ::-1], ends[:, ::-1])[:, ::-1] - x_rt
+
+
+def sequence_mean(x_rt, mask_rt, position_rt):
+  """Mean of x over the tokens with mask 1 of each token's segment of packed rows [R, T]."""
+  total = segment_sum(jnp.where(mask_rt > 0, x_rt, 0), position_rt)
+  return total / jnp.maximum(segment_sum(mask_rt, position_rt), 1)
 
 
 def token_weights(stream, valid, mass, *, aggregation, tokens, trajectories, max_tokens):

@@ -139,3 +139,32 @@ def test_a_chunk_that_does_not_divide_the_row_is_refused():
     ValueError, match="chunk=5 does not divide the row length 12; choose a divisor"
   ):
     computed(*problem(), 1.0, 5)
+
+
+@pytest.mark.parametrize("meshed", [False, True])
+def test_the_entropys_gradient_is_that_of_float64(meshed):
+  """dH / dz_v = -p_v (log p_v + H), through chunks, and over a mesh."""
+  hidden, head, token = problem(6)
+
+  def total(hidden, head):
+    made = {"head": sharding.constrain(head, "vocabulary", "width")}
+    hidden = sharding.constrain(hidden, "row", None, None)
+    made = log_probs.token_log_probs(
+      CONFIG, made, hidden, token, temperature=0.7, chunk=3, entropy_gradient=True
+    )
+    return made[1].sum()
+
+  gradient = jax.jit(jax.grad(total, argnums=(0, 1)))
+  if meshed:
+    with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
+      found = gradient(hidden, head)
+  else:
+    found = gradient(hidden, head)
+  logp = softmax64(hidden, head, 0.7)[:, :-1]
+  entropy = -(np.exp(logp) * logp).sum(-1, keepdims=True)
+  d_logits = -np.exp(logp) * (logp + entropy) / 0.7
+  expected = np.zeros(hidden.shape)
+  expected[:, :-1] = d_logits @ head
+  np.testing.assert_allclose(found[0], expected, atol=2e-5 * np.abs(expected).max())
+  expected = np.einsum("rtv,rtd->vd", d_logits, np.float64(hidden[:, :-1]))
+  np.testing.assert_allclose(found[1], expected, atol=2e-5 * np.abs(expected).max())

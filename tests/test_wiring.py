@@ -42,6 +42,20 @@ CASES = {
   "loss.old_log_probs": ({}, "sampler"),
   "loss.importance": ({"loss.importance_cap": 1.5}, "sequence"),
   "loss.importance_cap": ({}, 1.05),
+  "loss.surrogate": ({}, "gspo"),
+  "loss.sapo_temperature": ({"loss.surrogate": "sapo"}, 3.0),
+  "loss.sapo_temperature_negative": ({"loss.surrogate": "sapo"}, 3.0),
+  "loss.kl_in": ({"loss.kl_coefficient": 0.5}, "reward"),
+  "loss.entropy_coefficient": ({}, 0.1),
+  "loss.overlong_tokens": ({"rollout.max_tokens": 20}, 18),
+  "loss.overlong_penalty": ({"rollout.max_tokens": 20, "loss.overlong_tokens": 18}, 0.3),
+  "loss.filter_groups": ({"advantage.name": "stratified"}, True),
+  "loss.reject_below": ({}, 0.99),
+  "loss.reject_above": ({}, 1.01),
+  "likelihood.coefficient": ({}, 0.3),
+  "likelihood.gate": ({"likelihood.coefficient": 0.3}, "token"),
+  "likelihood.normalizer": ({"likelihood.coefficient": 0.3}, "all"),
+  "likelihood.answer_weight": ({"likelihood.coefficient": 0.3}, "paper"),
   "ppo.gamma": ({"algorithm.name": "ppo"}, 0.5),
   "ppo.lam": ({"algorithm.name": "ppo"}, 0.5),
   "ppo.whiten": ({"algorithm.name": "ppo"}, False),
@@ -52,7 +66,7 @@ CASES = {
   "gigpo.similarity": ({"algorithm.name": "gigpo"}, 0.5),
   "gigpo.normalize": ({"algorithm.name": "gigpo"}, False),
 }
-SECTIONS = ("advantage", "loss", "ppo", "gigpo", "algorithm")
+SECTIONS = ("advantage", "loss", "likelihood", "ppo", "gigpo", "algorithm")
 
 
 def test_every_field_of_a_method_has_a_case():
@@ -80,6 +94,8 @@ def rollouts():
         ("policy", [4 + q]),
         sample=k,
         question=Question(f"q{q}", "Who?", ("Ada",)),
+        searches=1,
+        answer="Ada",
       )
     group[3] = trajectory(("prompt", [1]), ("policy", [2, 9]), sample=3)
   return groups
@@ -108,7 +124,7 @@ def numbers(changes) -> np.ndarray:
   credit = algorithm.credit(batch, before, 1)
   by_token = {n: x if x.ndim == 3 else update.flat(x) for n, x in credit.token.items()}
   micro, micro_before, by_token = update._micro_batch(batch, before, by_token, 0)
-  counts = update._counts(batch, 0, 1)
+  counts = update._counts(batch, 0, 1, credit.valid)
 
   def loss(outputs):
     return update._weighted(algorithm.losses(outputs, micro_before, by_token, micro), micro, counts)

@@ -53,11 +53,14 @@ class Credit(NamedTuple):
   token: {name: [A, R, T] or [Q, K]}. `losses` gets each by token; a [Q, K] value stands at every
     token of its rollout.
   stats: {metric key: scalar}.
+  valid: {stream: [Q, K]}, 1 on the rollouts that count in the loss of that stream and in what it is
+    divided by; a stream that is not named counts all that were not lost.
   """
 
   advantage_qk: Any
   token: dict[str, Any]
   stats: dict[str, Any]
+  valid: dict[str, Any] = {}
 
 
 class Loss(NamedTuple):
@@ -99,6 +102,11 @@ class Algorithm:
   @property
   def looks_before(self) -> bool:
     """Whether `credit` or `losses` read what the policy said before the step's first update."""
+    return False
+
+  @property
+  def learns_entropy(self) -> bool:
+    """Whether a loss sends gradient through the entropy; without it none is computed."""
     return False
 
   def streams(self, trajectory: Trajectory, reward: float) -> dict[str, Sequence[float]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from stratified import advantages, sharding
 from stratified.algorithms.base import Algorithm, Credit, Loss
-from stratified.algorithms.grpo import policy_loss, PolicyLossSettings
+from stratified.algorithms.policy_loss import policy_loss, PolicyLossSettings
 from stratified.config import setting, Settings
 from stratified.types import Trajectory
 
@@ -59,7 +59,13 @@ class Gigpo(Algorithm):
         "rollout.samples_per_question=1 leaves algorithm.name='gigpo' nothing to compare a rollout "
         "with; sample at least 2"
       )
-    return cls(read(GigpoSettings), read(PolicyLossSettings), facts.max_tokens, facts.max_turns)
+    loss = read(PolicyLossSettings)
+    loss.refuse("gigpo", "filter_groups", "kl_in", "overlong_tokens")
+    return cls(read(GigpoSettings), loss, facts.max_tokens, facts.max_turns)
+
+  @property
+  def learns_entropy(self) -> bool:
+    return self.loss.entropy_coefficient > 0
 
   def streams(self, trajectory, reward) -> dict[str, list[float]]:
     """1 on policy tokens, and the number of the turn that each belongs to."""

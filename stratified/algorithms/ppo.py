@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from stratified import advantages, losses, sharding
 from stratified.algorithms.base import Algorithm, by_origin, by_rollout, Credit, Loss
-from stratified.algorithms.grpo import policy_loss, PolicyLossSettings
+from stratified.algorithms.policy_loss import policy_loss, PolicyLossSettings
 from stratified.config import setting, Settings
 
 TRAINING = ("training",)
@@ -52,7 +52,14 @@ class Ppo(Algorithm):
 
   @classmethod
   def make(cls, read, facts) -> "Ppo":
-    return cls(read(CriticSettings), read(PolicyLossSettings), facts.max_tokens)
+    loss = read(PolicyLossSettings)
+    loss.refuse("ppo", "filter_groups")
+    loss.check_overlong(facts.max_tokens)
+    return cls(read(CriticSettings), loss, facts.max_tokens)
+
+  @property
+  def learns_entropy(self) -> bool:
+    return self.loss.entropy_coefficient > 0
 
   @property
   def looks_before(self) -> bool:
@@ -64,22 +71,29 @@ class Ppo(Algorithm):
     policy = by_origin(trajectory, policy=1.0)
     given = [0.0] * len(policy)
     if 1.0 in policy:
-      given[len(policy) - 1 - policy[::-1].index(1.0)] = reward
+      given[len(policy) - 1 - policy[::-1].index(1.0)] = reward + self.loss.overlong(
+        trajectory, self.max_tokens
+      )
     return {"policy": policy, "value": policy, "reward": given}
 
   def credit(self, batch, before, step) -> Credit:
     """Computes A and the critic's target A + V of each policy token, V from before the step."""
     mask, value = batch.policy_art, jnp.where(batch.policy_art > 0, before.heads["value"], 0)
     gae = lambda *x: advantages.gae(*x, gamma=self.critic.gamma, lam=self.critic.lam)
-    raw, target = sharding.over_rows(
-      gae, batch.stream_art["reward"], value, batch.trajectory_art, mask
-    )
+    reward, stats = batch.stream_art["reward"], {}
+    if self.loss.takes_kl(before):
+      penalty = self.loss.kl_penalty(before, batch)
+      reward, stats["reward/kl_penalty"] = (
+        reward - penalty,
+        penalty.sum() / jnp.maximum(batch.valid_qk.sum(), 1),
+      )
+    raw, target = sharding.over_rows(gae, reward, value, batch.trajectory_art, mask)
     advantage = advantages.whiten(raw, mask) if self.critic.whiten else raw
     shape_qk = batch.reward_qk.shape
     length_qk = jnp.maximum(batch.mass_qk["policy"], 1)
     sum_qk = by_rollout(advantage * mask, batch.trajectory_art, shape_qk)
     advantage_qk = jnp.where(batch.valid_qk > 0, sum_qk / length_qk, 0)
-    stats = {"value/explained_variance": explained_variance(value, target, mask)}
+    stats |= {"value/explained_variance": explained_variance(value, target, mask)}
     return Credit(advantage_qk, {"advantage": advantage, "target": target}, stats)
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:

@@ -19,9 +19,8 @@ reference itself: the same pairs, without a teacher.
 import dataclasses
 from typing import Any, ClassVar
 
-from stratified import advantages
 from stratified.algorithms.base import Algorithm, Credit, Loss, Stage, Teacher, Trained
-from stratified.algorithms.grpo import Grpo, PolicyLossSettings
+from stratified.algorithms.grpo import Grpo
 from stratified.algorithms.guide import GuideSettings
 from stratified.algorithms.pairs import PairSettings
 from stratified.config import setting, Settings
@@ -129,8 +128,7 @@ class SearchE1(Algorithm):
     DivergenceSettings,
     PairSettings,
     GuideSettings,
-    advantages.AdvantageSettings,
-    PolicyLossSettings,
+    *Grpo.SETTINGS,
   )
 
   alternation: SearchE1Settings

@@ -70,7 +70,9 @@ def make_update(
   if algorithm.teacher:
     forward = functools.partial(_compare, model, adapter, algorithm.teacher, chunk)
   else:
-    forward = functools.partial(_forward, model, adapter, temperature, chunk)
+    forward = functools.partial(
+      _forward, model, adapter, temperature, chunk, algorithm.learns_entropy
+    )
   several = settings.epochs * settings.mini_batches > 1
 
   def step(state: TrainState, batch: Batch):
@@ -81,7 +83,7 @@ def make_update(
     by_token = {name: x if x.ndim == 3 else flat(x) for name, x in credit.token.items()}
 
     def one_update(state: TrainState, m):
-      counts = _counts(batch, m, settings.mini_batches)
+      counts = _counts(batch, m, settings.mini_batches, credit.valid)
 
       def loss_of(params, rows):
         micro, micro_before, micro_credit = rows
@@ -130,14 +132,18 @@ def _diagnostics(batch: Batch, advantage_qk, num_strata: int, eps: float) -> dic
   )
 
 
-def _forward(model, adapter, temperature, chunk, params, reference, micro, *, reference_logp=None):
+def _forward(
+  model, adapter, temperature, chunk, learns_entropy, params, reference, micro, *,
+  reference_logp=None,
+):  # fmt: skip
   """The policy's Outputs on a micro-batch; `reference_logp` where it is known already."""
 
   def log_probs_of(params):
     x = decoder.hidden(model, params, micro.token_art, micro.position_art, micro.segment_art)
     return x, *log_probs.token_log_probs(
-      model, params, x, micro.token_art, temperature=temperature, chunk=chunk
-    )
+      model, params, x, micro.token_art, temperature=temperature, chunk=chunk,
+      entropy_gradient=learns_entropy,
+    )  # fmt: skip
 
   params = lora.join(adapter, reference, params) if adapter else params
   x, logp, entropy = log_probs_of(params)
@@ -228,25 +234,32 @@ def of_token(x_n, micro: Batch):
 
 
 class Counts(NamedTuple):
-  """What a mini-batch's losses are divided by: its rollouts that count, and their streams."""
+  """What a mini-batch's losses are divided by, by stream: rollouts that count, and their tokens."""
 
-  valid: Any  # [Q K]
-  mass: dict[str, Any]  # [Q K] of each stream
+  valid: dict[str, Any]  # [Q K]
+  mass: dict[str, Any]  # [Q K], the sum of the stream over a rollout
   tokens: dict[str, Any]  # its sum over the rollouts that count
-  trajectories: Any
+  trajectories: dict[str, Any]
 
 
-def _counts(batch: Batch, m, mini_batches: int) -> Counts:
-  valid_qk = batch.valid_qk
-  if mini_batches > 1:
+def _counts(batch: Batch, m, mini_batches: int, valid: dict[str, Any] = {}) -> Counts:
+  """Counts of mini-batch m; `valid` is Credit's."""
+
+  def own(valid_qk):
+    if mini_batches == 1:
+      return valid_qk
     own_q = (jnp.arange(valid_qk.shape[0]) * mini_batches) // valid_qk.shape[0] == m
     own_q = sharding.constrain(own_q.astype(valid_qk.dtype), "question")
-    valid_qk = valid_qk * own_q[:, None]
+    return valid_qk * own_q[:, None]
+
+  every = own(batch.valid_qk)
+  kept = {name: own(valid[name]) if name in valid else every for name in batch.mass_qk}
+  mass = batch.mass_qk.items()
   return Counts(
-    valid=flat(valid_qk),
-    mass={name: flat(mass_qk) for name, mass_qk in batch.mass_qk.items()},
-    tokens={name: (mass_qk * valid_qk).sum() for name, mass_qk in batch.mass_qk.items()},
-    trajectories=valid_qk.sum(),
+    valid={name: flat(valid_qk) for name, valid_qk in kept.items()},
+    mass={name: flat(mass_qk) for name, mass_qk in mass},
+    tokens={name: (mass_qk * kept[name]).sum() for name, mass_qk in mass},
+    trajectories={name: valid_qk.sum() for name, valid_qk in kept.items()},
   )
 
 
@@ -257,12 +270,12 @@ def _weighted(components: dict[str, Loss], micro: Batch, counts: Counts):
     stream = micro.stream_art[name]
     weight = losses.token_weights(
       stream,
-      of_token(counts.valid, micro),
+      of_token(counts.valid[name], micro),
       of_token(counts.mass[name], micro),
       aggregation=loss.aggregation,
       max_tokens=loss.max_tokens,
       tokens=counts.tokens[name],
-      trajectories=counts.trajectories,
+      trajectories=counts.trajectories[name],
     )
     # Padding may hold anything, infinities too: select, never multiply.
     used = lambda x: jnp.where(stream > 0, x, 0.0)

@@ -21,12 +21,20 @@ from stratified.policy import decoder
 
 
 def token_log_probs(
-  config, params, hidden_rtd, token_rt, *, temperature=1.0, chunk: int | None = None
+  config,
+  params,
+  hidden_rtd,
+  token_rt,
+  *,
+  temperature=1.0,
+  chunk: int | None = None,
+  entropy_gradient: bool = False,
 ):
   """Log-prob and entropy [R, T], float32, of `token_rt` under the hidden state one position before.
 
-  The first position of a row has no predecessor: both are 0 there. Entropy carries no gradient.
+  The first position of a row has no predecessor: both are 0 there.
   chunk: positions of a row whose logits exist at once; None is all. It must divide T.
+  entropy_gradient: whether entropy carries gradient; its pass over the logits is the log-prob's.
   """
   length = token_rt.shape[1]
   chunk = min(chunk or length, length)
@@ -36,13 +44,14 @@ def token_log_probs(
   target_rt = shifted(sharding.constrain(token_rt, "row", None), -1)
   if not sharding.meshed():
     logp, entropy = _local(
-      hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False
-    )
+      hidden_rtd, weight, target_rt, 1 / temperature, chunk=chunk, meshed=False,
+      entropy_gradient=entropy_gradient,
+    )  # fmt: skip
   else:
     weight = sharding.constrain(weight, "vocabulary_part", None)
     rows = sharding.spec("row", None)
     logp, entropy = jax.shard_map(
-      functools.partial(_local, chunk=chunk, meshed=True),
+      functools.partial(_local, chunk=chunk, meshed=True, entropy_gradient=entropy_gradient),
       in_specs=(
         sharding.spec("row", None, None),
         sharding.spec("vocabulary_part", None),
@@ -51,7 +60,8 @@ def token_log_probs(
       ),
       out_specs=(rows, rows),
     )(hidden_rtd, weight, target_rt, jnp.float32(1 / temperature))
-  return shifted(logp, 1), shifted(jax.lax.stop_gradient(entropy), 1)
+  entropy = entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
+  return shifted(logp, 1), shifted(entropy, 1)
 
 
 def shifted(x_rt, by: int):
@@ -59,11 +69,11 @@ def shifted(x_rt, by: int):
   return jax.lax.pad(x_rt, jnp.zeros((), x_rt.dtype), ((0, 0, 0), (by, -by, 0)))
 
 
-def _local(hidden_rtd, weight_vd, target_rt, scale, *, chunk, meshed):
+def _local(hidden_rtd, weight_vd, target_rt, scale, *, chunk, meshed, entropy_gradient):
   r, t, d = hidden_rtd.shape
   if meshed:  # here, so that the weight's gradient is summed over `data` once, after all chunks
     weight_vd = jax.lax.pcast(weight_vd, "data", to="varying")
-  of = _chunk_of_part if meshed else _chunk
+  of = functools.partial(_chunk_of_part if meshed else _chunk, entropy_gradient=entropy_gradient)
   if chunk == t:
     return of(hidden_rtd, weight_vd, target_rt, scale)
   split = lambda x: jnp.moveaxis(x.reshape(r, t // chunk, chunk, *x.shape[2:]), 1, 0)
@@ -72,13 +82,13 @@ def _local(hidden_rtd, weight_vd, target_rt, scale, *, chunk, meshed):
   return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(r, t), stats)
 
 
-def _chunk(hidden_rtd, weight_vd, target_rt, scale):
+def _chunk(hidden_rtd, weight_vd, target_rt, scale, *, entropy_gradient):
   z = scores(hidden_rtd, weight_vd) * scale
   high = jax.lax.stop_gradient(z.max(-1))
-  return _finish(high, *_sums(z, high, target_rt))
+  return _finish(high, *_sums(z, high, target_rt, entropy_gradient))
 
 
-def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
+def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale, *, entropy_gradient):
   """The same on a device with its own rows, and its part of the vocabulary in `weight_vd`."""
   rows, size = hidden_rtd.shape[0], weight_vd.shape[0]
   everyone = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
@@ -88,19 +98,21 @@ def _chunk_of_part(hidden_rtd, weight_vd, target_rt, scale):
   z = scores(everyone(hidden_rtd), weight_vd) * scale
   part = jax.lax.axis_index("tensor") * jax.lax.axis_size("fsdp") + jax.lax.axis_index("fsdp")
   high = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), ("tensor", "fsdp"))
-  sums = _sums(z, high, everyone(target_rt) - part * size)
+  sums = _sums(z, high, everyone(target_rt) - part * size, entropy_gradient)
   mine = lambda x: jax.lax.psum_scatter(jax.lax.psum(x, "tensor"), "fsdp", tiled=True)
   high = jax.lax.dynamic_slice_in_dim(high, jax.lax.axis_index("fsdp") * rows, rows)
   return _finish(high, *map(mine, sums))
 
 
-def _sums(z_rtv, high_rt, index_rt):
+def _sums(z_rtv, high_rt, index_rt, entropy_gradient):
   """sum exp(z - high), sum exp(z - high) z, and z at the target's index (0 where outside)."""
   size = z_rtv.shape[-1]
   exp = jnp.exp(z_rtv - high_rt[..., None])
   picked = jnp.take_along_axis(z_rtv, jnp.clip(index_rt, 0, size - 1)[..., None], axis=-1)[..., 0]
   inside = (index_rt >= 0) & (index_rt < size)
-  return exp.sum(-1), jax.lax.stop_gradient((exp * z_rtv).sum(-1)), jnp.where(inside, picked, 0)
+  total, weighted = exp.sum(-1), (exp * z_rtv).sum(-1)
+  weighted = weighted if entropy_gradient else jax.lax.stop_gradient(weighted)
+  return total, weighted, jnp.where(inside, picked, 0)
 
 
 def _finish(high, total, weighted, picked):
