@@ -26,6 +26,7 @@ def check_settings(config) -> None:
   check_staleness(config)
   check_rows(config)
   check_updates(config)
+  check_likelihood(config)
   base.limits(config)
   named.check(config)
   if config.retriever.name == "http":
@@ -66,6 +67,16 @@ def check_updates(config) -> None:
     raise ValueError(
       f"update.mini_batches={parts} does not divide data.questions_per_step={questions}; choose a "
       "divisor, so that every update sees as many questions"
+    )
+
+
+def check_likelihood(config) -> None:
+  several = config.update.epochs * config.update.mini_batches > 1
+  if config.likelihood.coefficient and not several and config.loss.old_log_probs == "trainer":
+    raise ValueError(
+      f"likelihood.coefficient={config.likelihood.coefficient} does nothing with one update a "
+      "batch, in which no likelihood is lost yet; set --config.update.mini_batches=2 or "
+      "--config.update.epochs=2, or leave it at 0"
     )
 
 
