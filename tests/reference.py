@@ -125,6 +125,21 @@ def reinforce(reward, stratum, mask, eps=1e-6, ddof=0):
   return _each(reward, stratum, mask, lambda r, rg, sg, n, nk, rk, sk: r)
 
 
+def opo(reward, stratum, mask, eps=1e-6, ddof=0, length=None):
+  length = [1] * len(reward) if length is None else length
+  total = sum(length[i] for i in valid(mask))
+  baseline = sum(length[i] * float(reward[i]) for i in valid(mask)) / total if total else 0.0
+  return _each(reward, stratum, mask, lambda r, rg, sg, n, nk, rk, sk: r - baseline)
+
+
+def gdpo(reward_qkp, mask_qk, eps=1e-6):
+  total = np.zeros(np.shape(mask_qk))
+  for q, mask in enumerate(mask_qk):
+    for part in np.moveaxis(np.asarray(reward_qkp, np.float64)[q], -1, 0):
+      total[q] += gn(part, [0] * len(mask), mask, eps)
+  return over_batch(gn, total, np.zeros(total.shape, int), mask_qk, eps=eps)
+
+
 def san_rms(reward, stratum, mask, eps=1e-6, ddof=0):
   s, g = san(reward, stratum, mask, eps, ddof), gn(reward, stratum, mask, eps, ddof)
   return s * np.sqrt(np.sum(g**2) / np.sum(s**2)) if np.any(s) else s
@@ -138,6 +153,7 @@ GROUP = dict(
   stratified=stratified,
   loo=loo,
   san_rms=san_rms,
+  opo=opo,
   stratified_loo=stratified_loo,
   shrunk=shrunk,
   two_term=two_term,

@@ -433,3 +433,29 @@ def test_sharded_questions_equal_one_device_without_a_collective():
     # samples.
     assert set(collectives) == {"all-reduce"}, (choice, collectives)
     assert len(collectives) <= 4, (choice, collectives)
+
+
+def test_opo_weighs_its_baseline_by_length():
+  """By hand: R = 1 0 0, lengths 2 1 1: the baseline is 0.5; a masked rollout counts nothing."""
+  of = functools.partial(advantages.opo, num_strata=1)
+  reward, stratum = jnp.float32([1, 0, 0, 9]), jnp.zeros(4, jnp.int32)
+  mask, length = np.float32([1, 1, 1, 0]), np.float32([2, 1, 1, 50])
+  found = of(reward, stratum, mask_k=mask, length_k=length)
+  np.testing.assert_allclose(found, [0.5, -0.5, -0.5, 0])
+  expected = reference.opo(reward, stratum, mask, length=length)
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  estimate = advantages.make("opo", num_strata=1)
+  rows = [x[None] for x in (reward, stratum, mask)]
+  np.testing.assert_allclose(estimate(*rows, 0, length[None])[0], expected, rtol=1e-6)
+
+
+def test_gdpo_is_a_loop_over_parts_and_hears_the_small_one():
+  rng = np.random.default_rng(0)
+  reward = rng.choice([0.0, 1.0], (3, 4, 2)).astype(np.float32) * np.float32([1, 0.01])
+  mask = np.ones((3, 4), np.float32)
+  mask[1, 2] = 0
+  found = advantages.gdpo(reward, mask)
+  np.testing.assert_allclose(found, reference.gdpo(reward, mask), rtol=2e-5, atol=2e-5)
+  moved = reward.copy()
+  moved[0, 0, 1] = 0.01 - moved[0, 0, 1]
+  assert np.abs(advantages.gdpo(moved, mask) - found).max() > 0.3

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from small_rollouts import collate, decoder_config, family, parameters, random_groups, trajectory
 
+from configs import search_r1
 from stratified import losses
 from stratified.algorithms.base import Outputs
 from stratified.algorithms.likelihood import LikelihoodSettings
 from stratified.algorithms.policy_loss import outside_bounds, PolicyLossSettings
 from stratified.learner import batching, optimizer, update
 from stratified.learner import state as states
+from stratified.runs import refusals
 
-# Two packed rows: rollouts of lengths 7 and 4, then one of 9; the rest is padding. 1 is the policy's.
+# Two packed rows: rollouts of 7 and 4 tokens, then one of 9; padding. 1 is the policy's.
 ROWS = [[[0, 1, 1, 0, 1, 1, 1], [0, 1, 1, 1]], [[0, 1, 1, 0, 0, 1, 1, 1, 0]]]
 LENGTH = 12
 CLIP = dict(clip_ratio=0.1, clip_ratio_high=0.2)
@@ -24,8 +26,8 @@ TAU = dict(temperature=1.0, temperature_negative=2.0)
 
 @pytest.fixture(scope="module")
 def packed():
-  """(logp, old_logp, advantage, mask, position) as [2, 12] float32, and each rollout's policy tokens."""
-  rng = np.random.default_rng(0)
+  """(logp, old_logp, advantage, mask, position) [2, 12], and each rollout's policy tokens."""
+  rng = np.random.default_rng(1)
   mask, position = np.zeros((2, LENGTH), np.float32), np.zeros((2, LENGTH), np.int32)
   advantage, rollouts = np.zeros((2, LENGTH), np.float32), []
   for r, row in enumerate(ROWS):
@@ -36,7 +38,7 @@ def packed():
       rollouts.append([(r, start + t) for t, policy in enumerate(one) if policy])
       start += len(one)
   old = rng.normal(-1.5, 0.5, mask.shape).astype(np.float32)
-  logp = (old + rng.normal(0, 0.25, mask.shape)).astype(np.float32)
+  logp = (old + rng.normal(0, 0.4, mask.shape)).astype(np.float32)
   return (logp, old, advantage, mask, position), rollouts
 
 
@@ -204,7 +206,7 @@ MODEL = decoder_config()
 EVERYTHING = dict(
   surrogate="gspo", clip_ratio=3e-4, clip_ratio_high=4e-4, aggregation="sequence_mean",
   entropy_coefficient=0.1, kl_in="reward", kl_coefficient=0.1, kl_estimator="k1",
-  overlong_tokens=14, filter_groups=True, reject_below=0.5,
+  overlong_tokens=14, filter_groups=True, reject_below=0.03,
 )  # fmt: skip
 
 
@@ -265,3 +267,12 @@ def test_a_method_refuses_what_it_does_not_have():
     PolicyLossSettings(filter_groups=True).refuse("ppo", "filter_groups")
   with pytest.raises(ValueError, match="overlong_tokens=9 is more than rollout.max_tokens=8"):
     PolicyLossSettings(overlong_tokens=9).check_overlong(8)
+
+
+def test_llds_with_one_update_a_batch_is_refused():
+  config = search_r1.get_config("tiny")
+  config.likelihood.coefficient = 0.2
+  with pytest.raises(ValueError, match="likelihood.coefficient=0.2 does nothing.*mini_batches=2"):
+    refusals.check_settings(config)
+  config.update.epochs = 2
+  refusals.check_settings(config)

@@ -1,6 +1,6 @@
 """Advantage estimators: group, batch and token kernels, and `make`, which builds one by name."""
 
-from stratified.advantages.batch import gn_batch, reinforce_batch
+from stratified.advantages.batch import gdpo, gn_batch, reinforce_batch
 from stratified.advantages.estimators import AdvantageSettings, estimator, make
 from stratified.advantages.group import (
   blend,
@@ -9,6 +9,7 @@ from stratified.advantages.group import (
   gn,
   loo,
   match_rms,
+  opo,
   reinforce,
   san,
   san_rms,

@@ -7,7 +7,9 @@ over devices each statistic costs one small all-reduce.
 
 import functools
 
+import chex
 import jax
+import jax.numpy as jnp
 
 from stratified.advantages import group, segments
 
@@ -33,3 +35,20 @@ def gn_batch(reward_qk, stratum_qk, *, num_strata, mask_k=None, eps=1e-6, ddof=0
   per_question = lambda r_k, s_k, m_k: group.centered(r_k, s_k, num_strata=num_strata, mask_k=m_k)
   centered_qk = jax.vmap(per_question)(g.reward, stratum_qk, g.mask)
   return segments.over_deviation(centered_qk, segments.deviation(g.group, centered_qk, ddof), eps)
+
+
+@jax.jit
+def gdpo(reward_qkp, mask_qk, *, eps=1e-6, ddof=0):
+  """Whitened over the batch: the sum over parts p of (R_p - mean) / (std + eps) in the question.
+
+  reward_qkp: [Q, K, P], the parts of each rollout's reward, each with its weight. A plain sum of
+  parts lets the one that varies most hide the others. mask_qk is [Q, K]; masked entries get 0.
+  Source: GDPO, arXiv 2601.05242.
+  """
+  chex.assert_rank([reward_qkp, mask_qk], [3, 2])
+  stratum_qk = jnp.zeros(mask_qk.shape, jnp.int32)
+  options = dict(num_strata=1, eps=eps, ddof=ddof)
+  one = lambda r_k, s_k, m_k: group.gn(r_k, s_k, mask_k=m_k, **options)
+  parts = jax.vmap(jax.vmap(one), in_axes=(2, None, None), out_axes=2)
+  total_qk = parts(reward_qkp, stratum_qk, mask_qk).sum(axis=2)
+  return group.gn(total_qk, stratum_qk, mask_k=mask_qk, over="batch", **options)

@@ -159,7 +159,9 @@ def alpha_at(step, alpha=1.0, alpha_end=None, alpha_steps=None):
 def make(
   name: str, *, num_strata: int, samples_per_question: int | None = None, **given: Any
 ) -> Callable:
-  """`estimate(reward_qk, stratum_qk, valid_qk, step) -> advantage_qk`, jittable, by name.
+  """`estimate(reward_qk, stratum_qk, valid_qk, step, length_qk=None) -> advantage_qk`, by name.
+
+  It is jittable; length_qk, the policy tokens of each rollout, is read by `opo` alone.
 
   name        a group kernel (vmapped over questions) or a batch kernel
   num_strata  stratum ids lie in [0, num_strata)
@@ -194,13 +196,18 @@ def estimator(settings: AdvantageSettings, *, num_strata: int, alpha: Any = None
   by_question = name not in BATCH and own.get("over", "question") == "question"
   gn = functools.partial(group.gn, num_strata=num_strata, eps=settings.eps, ddof=settings.ddof)
 
-  def estimate(reward_qk, stratum_qk, valid_qk, step):
+  by_length = "length_k" in parameters
+
+  def estimate(reward_qk, stratum_qk, valid_qk, step, length_qk=None):
     now = {"alpha": alpha_at(step, **schedule)} if scheduled else {}
 
-    def one(reward, stratum, valid):
-      return kernel(reward, stratum, num_strata=num_strata, mask_k=valid, **own, **now)
+    def one(reward, stratum, valid, *length):
+      more = {"length_k": length[0]} if length else {}
+      return kernel(reward, stratum, num_strata=num_strata, mask_k=valid, **own, **now, **more)
 
-    advantage_qk = (jax.vmap(one) if by_question else one)(reward_qk, stratum_qk, valid_qk)
+    lengths = (length_qk,) if by_length and length_qk is not None else ()
+    each = jax.vmap(one) if by_question else one
+    advantage_qk = each(reward_qk, stratum_qk, valid_qk, *lengths)
     if settings.match_rms is None:
       return advantage_qk
     target_qk = jax.vmap(lambda r_k, s_k, valid_k: gn(r_k, s_k, mask_k=valid_k))(

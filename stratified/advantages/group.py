@@ -210,6 +210,22 @@ def reinforce(g):
 
 
 @estimator
+def opo(g, *, length_k=None):
+  """R_i - sum_j l_j R_j / sum_j l_j, l_j the number of the rollout's policy tokens (`length_k`).
+
+  The baseline of least variance where the squared gradient grows with length. Without lengths it is
+  `centered`. Source: OPO, arXiv 2505.23585.
+  """
+  if length_k is None:
+    return _centered(g)
+  centered, weight = _centered(g), jnp.where(g.mask, length_k, 0)
+  # Of differences to the mean, so that equal rewards give exactly 0.
+  total = jnp.sum(weight)
+  baseline = jnp.sum(weight * centered) / jnp.where(total > 0, total, 1)
+  return jnp.where(g.mask, centered - baseline, 0)
+
+
+@estimator
 def san_rms(g, *, eps, ddof):
   """SAN scaled to GN's root mean square over the group: the same size of step, another direction.
 
@@ -244,4 +260,5 @@ ESTIMATORS = {
   "dr_grpo": dr_grpo,
   "reinforce": reinforce,
   "san_rms": san_rms,
+  "opo": opo,
 }

@@ -93,7 +93,8 @@ class Grpo(Algorithm):
       reward_qk -= penalty_qk
       stats["reward/kl_penalty"] = mean_of(penalty_qk, batch.valid_qk)
     estimate = advantages.estimator(self.advantage, num_strata=self.num_strata)
-    advantage_qk = estimate(reward_qk, batch.stratum_qk, batch.valid_qk, step)
+    length_qk = batch.mass_qk["policy"]
+    advantage_qk = estimate(reward_qk, batch.stratum_qk, batch.valid_qk, step, length_qk)
     token, valid = {"advantage": advantage_qk}, {}
     if self.loss.filter_groups:
       signal_q1 = (advantage_qk != 0).any(axis=1, keepdims=True)

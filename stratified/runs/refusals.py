@@ -27,6 +27,7 @@ def check_settings(config) -> None:
   check_staleness(config)
   check_rows(config)
   check_updates(config)
+  check_likelihood(config)
   base.limits(config)
   named.check(config)
   strata.check(config.strata.name)
@@ -78,6 +79,16 @@ def check_updates(config) -> None:
     raise ValueError(
       f"update.epochs={config.update.epochs} x update.mini_batches={parts} are {updates} updates "
       f"of one rollout batch; they must be at most {MOST_UPDATES}"
+    )
+
+
+def check_likelihood(config) -> None:
+  several = config.update.epochs * config.update.mini_batches > 1
+  if config.likelihood.coefficient and not several and config.loss.old_log_probs == "trainer":
+    raise ValueError(
+      f"likelihood.coefficient={config.likelihood.coefficient} does nothing with one update a "
+      "batch, in which no likelihood is lost yet; set --config.update.mini_batches=2 or "
+      "--config.update.epochs=2, or leave it at 0"
     )
 
 
