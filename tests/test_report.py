@@ -836,7 +836,8 @@ def test_pairs_and_searches_stand_by_hops_and_cycle(tmp_path):
       ("distillation 2", ["2.50 → 3.00", "2.50 → 3.00", "5.00 → 6.00"]),
     ],
   }
-  page = _Page(make_run(tmp_path / "whole", rows))
+  page = _Page(make_run(tmp_path / "whole", rows, config={"num_steps": 30}))
+  assert "stands at step" not in page.text and "No alarm in 30 steps" in page.text
   for part in (
     "Phases: reinforcement (r)distillation (d)",
     "before → after each phase",

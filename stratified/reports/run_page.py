@@ -86,7 +86,7 @@ def page(run: Run) -> str:
     "title": run.path.name,
     "chips": _chips(run.config),
     "standing": _standing(run),
-    "num_steps": len(run.steps),
+    "num_steps": len(run.updates),
     "alarms": alarms,
     "notes": _notes(run, steps, scores, missing),
     "tiles": _tiles(run, scores),
@@ -123,14 +123,14 @@ def _chips(config: Mapping[str, Any]) -> list[str]:
 
 def _standing(run: Run) -> str:
   """Where a run that has not ended stands; nothing for one that has."""
-  if not run.steps or run.planned is None or run.trained:
+  if not run.updates or run.planned is None or run.trained:
     return ""
   return f"This run stands at step {run.last_step:,} of {run.planned:,}."
 
 
 def _notes(run: Run, steps, scores: score_table.Scores, missing: Sequence[str]) -> list[str]:
   notes = list(run.notes)
-  notes += ["metrics.jsonl has no training step yet."] * (not run.steps)
+  notes += ["metrics.jsonl has no training step yet."] * (not run.updates)
   notes += ["No trajectories are recorded yet."] * (not any(records for _, records in steps))
   notes += [f"metrics.jsonl does not record {', '.join(missing)}."] * bool(missing)
   if not scores.after:
@@ -174,9 +174,9 @@ def _tiles(run: Run, scores: score_table.Scores) -> list[tuple[str, str, str]]:
     if values:
       ends = [text.fixed(sum(part) / len(part), 2) for part in (values[:5], values[-5:])]
       tiles.append((name, " → ".join(ends), "first and last 5 steps"))
-  if run.steps:
+  if run.updates:
     of = "" if run.planned is None else f"of {run.planned:,} "
-    took = f"{of}in {duration(sum(map(_seconds, run.steps)))}"
+    took = f"{of}in {duration(sum(map(_seconds, run.updates)))}"
     tiles.append(("Steps", f"{run.last_step:,}", took))
   return tiles
 

@@ -61,9 +61,15 @@ class Run:
     return [row for row in self.rows if "reward/mean" in row and isinstance(row.get("step"), int)]
 
   @property
+  def updates(self) -> list[Row]:
+    """The rows of training steps of every kind: those on pairs have no reward."""
+    named = [row for row in self.rows if {"reward/mean", "stage"} & row.keys()]
+    return [row for row in named if isinstance(row.get("step"), int)]
+
+  @property
   def last_step(self) -> int:
     """The newest training step, 0 before the first."""
-    return max((row["step"] for row in self.steps), default=0)
+    return max((row["step"] for row in self.updates), default=0)
 
   @property
   def trained(self) -> bool:
