@@ -29,15 +29,13 @@ class GuideSettings(Settings):
   )
   shown: str = setting(
     "full",
-    "what is shown of the reference: all, what stands before its answer, all but retrieved "
-    "text, or its calls alone",
+    "of the reference: all, what stands before its answer, all but retrieved text, or its calls",
     choices=("full", "no_answer", "no_documents", "queries_only"),
     affects=("training", "warm_start"),
   )
   share: float = setting(
     0.0,
-    "share of the warm start's demonstrations that are shown to the policy in their own prompt, so "
-    "that it learns to use a guide",
+    "share of the warm start's demonstrations that stand in their own prompt, to learn to use a guide",
     low=0,
     high=1,
     affects=("warm_start",),

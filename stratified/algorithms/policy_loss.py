@@ -57,8 +57,7 @@ class PolicyLossSettings(Settings):
   )
   overlong_tokens: int = setting(
     0,
-    "the last tokens of rollout.max_tokens over which a rollout's reward falls by "
-    "overlong_penalty (DAPO); 0 is off",
+    "the last of rollout.max_tokens, over which a reward falls by overlong_penalty; 0 is off",
     low=0,
     affects=TRAINING,
   )

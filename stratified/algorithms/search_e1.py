@@ -40,8 +40,7 @@ class SearchE1Settings(Settings):
   )
   distillation_steps: int = setting(
     100,
-    "steps of each distillation; a cycle's other steps are reinforcement; 0 is the "
-    "control without distillation",
+    "steps of each distillation; a cycle's others are reinforcement; 0 is the control without any",
     low=0,
     affects=TRAINING,
   )
@@ -83,8 +82,7 @@ class DistillationSettings(Settings):
   )
   span: str = setting(
     "all",
-    "the policy tokens that count: all, those of turns that search with their "
-    "thoughts, or the searches alone",
+    "the policy tokens that count: all, those of turns that search, or the queries alone",
     choices=("all", "think_search", "search"),
     affects=TRAINING,
   )

@@ -1,5 +1,6 @@
 """Writes the page of all fields of a config, for a terminal or as Markdown."""
 
+import json
 from typing import Any
 
 from stratified import config as configs
@@ -97,4 +98,6 @@ def _plain(value: Any) -> Any:
 def _show(value: Any) -> str:
   if value is None:
     return "none"
-  return '""' if value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+  if isinstance(value, str) and (value != value.strip() or "\n" in value or not value):
+    return json.dumps(value)  # what can't be seen on a line
+  return f"{value:g}" if isinstance(value, float) else str(value)
