@@ -35,7 +35,7 @@ class GuideSettings(Settings):
   )
   share: float = setting(
     0.0,
-    "share of the warm start's demonstrations that stand in their own prompt, to learn to use a guide",
+    "share of the warm start's demonstrations shown in their own prompt, to teach guides",
     low=0,
     high=1,
     affects=("warm_start",),
