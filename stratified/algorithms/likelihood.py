@@ -35,13 +35,13 @@ class LikelihoodSettings(Settings):
   )
   normalizer: str = setting(
     "preserved",
-    "grpo: LLDS is over policy tokens of rollouts with advantage >= 0 (the paper), or over all (its code)",
+    "grpo: LLDS is over policy tokens of rollouts with advantage >= 0 (the paper), or all (code)",
     choices=("preserved", "all"),
     affects=TRAINING,
   )
   answer_weight: str = setting(
     "full",
-    "grpo: of the answering turn with V searches: 1, min(V / 2, 1) (the paper's MA), or V - 1 in 0 .. 1",
+    "grpo: of an answering turn after V searches: 1, min(V / 2, 1) (the paper), V - 1 in 0 .. 1",
     choices=("full", "paper", "code"),
     affects=TRAINING,
   )

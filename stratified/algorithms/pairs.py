@@ -39,7 +39,7 @@ class PairSettings(Settings):
   SECTION = "pairs"
   reference: str = setting(
     "fewest_searches",
-    "the right rollout that a teacher sees, by this rule; random_wrong, a control, shows a wrong one",
+    "the right rollout that a teacher sees; random_wrong, a control, shows a wrong one",
     choices=(
       "fewest_searches",
       "fewest_searches_some",
