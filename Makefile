@@ -34,7 +34,7 @@ train: $(DONE)
 	.venv/bin/python experiments/train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: lint
-	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_DONE)
 	.venv/bin/ruff format --check .

@@ -25,7 +25,17 @@ def mesh():
 
 
 # The files that take longest come first, so that workers side by side end at about the same time.
-LONGEST = ("sharding", "train", "processes", "retriever_faults", "update", "examples", "weights")
+LONGEST = (
+  "sharding",
+  "train",
+  "search_e1_run",
+  "update",
+  "processes",
+  "retriever_faults",
+  "weights",
+  "examples",
+  "surrogates",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -62,7 +62,7 @@ def test_a_report_names_memory_collectives_and_nothing_unexpected(tmp_path):
       "--tokens=4000 is more than rollout.max_tokens=128",
     ),
     (["--topology=cpu:2"], {"policy.dtype": "int8"}, "policy.dtype='int8' is unknown"),
-    (["--topology=cpu:2"], {"packing.rows": 3}, "packing.rows = 3 can't be split over 2 devices"),
+    (["--topology=cpu:2"], {"packing.rows": 3}, "packing.rows=3 can't be split over 2 devices"),
   ],
 )
 def test_what_can_not_run_is_refused_in_words_before_compiling(flags, changes, sentence):

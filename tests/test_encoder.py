@@ -285,7 +285,7 @@ def test_an_encoder_that_does_not_say_how_it_pools_is_refused_or_named(tmp_path,
   with pytest.raises(ValueError, match="bge-base-en has no 1_Pooling.* first token"):
     weights.load_config(tmp_path / "bge-base-en")
   weights.load_config(tmp_path / "some-encoder")
-  assert "some-encoder does not say how it pools" in capsys.readouterr().out
+  assert "some-encoder does not say how it pools" in capsys.readouterr().err
   weights.load_config(tmp_path / "e5-small")
   assert not capsys.readouterr().out
 

@@ -1,10 +1,13 @@
 """What can't run is refused in one sentence before the workdir belongs to it."""
 
+import dataclasses
+
 import pytest
 from test_train import config, run
 
 from stratified.data import tokenizer
 from stratified.runs import build
+from stratified.tasks.encyclopedia import vocabulary
 
 FIELDS = ("strata.name", "reward.name", "advantage.name", "task.name", "tools", "algorithm.name")
 SPECS = (
@@ -49,9 +52,9 @@ def test_a_run_whose_tokenizer_outgrew_its_model_is_refused(monkeypatch):
   opened = build.open_task
 
   def with_more(config):
-    task = opened(config)
-    task.tokenizer.backend.add_tokens(["<x>"])
-    return task
+    own = vocabulary.build.__wrapped__()  # not the one that every other run here shares
+    own.backend.add_tokens(["<x>"])
+    return dataclasses.replace(opened(config), tokenizer=own)
 
   monkeypatch.setattr(build, "open_task", with_more)
   with pytest.raises(ValueError, match="the tokenizer has 1 token without an embedding"):

@@ -286,7 +286,7 @@ def test_the_path_may_be_a_part_of_the_url(url):
   "changes, message",
   [
     ({"timeout_s": 0}, "retriever.timeout_s=0 must be above 0"),
-    ({"give_up_s": math.nan}, "retriever.give_up_s=nan must be above 0, and finite"),
+    ({"give_up_s": math.nan}, "give_up_s=nan must be above 0 and at most 604800, and finite"),
     ({"retries": -1}, "retriever.retries=-1 must be at least 0"),
     ({"in_flight": 0}, "retriever.in_flight=0 must be at least 1"),
     ({"queries_per_request": 0}, "retriever.queries_per_request=0 must be"),

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 import ml_dtypes  # noqa: F401  teaches NumPy bfloat16, which safetensors may hold
@@ -117,6 +118,7 @@ def _check_named_pooling(directory: pathlib.Path) -> None:
     print(
       f"{directory} does not say how it pools (no 1_Pooling/config.json): mean pooling is taken; "
       "copy that file from where the encoder came from to be sure",
+      file=sys.stderr,
       flush=True,
     )
 
