@@ -32,7 +32,7 @@ from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
 from stratified.learner import state as states
-from stratified.runs import build, stages
+from stratified.runs import build, surroundings
 from stratified.types import Question, Segment, Trajectory
 
 LEARNING_RATE = 1e-4
@@ -52,7 +52,7 @@ def demonstrations(count):
   config.warm_start.demonstrations_per_step, config.warm_start.context_weight = count, 0.0
   config.warm_start.num_steps = 1
   run = build.build(config)
-  batch = stages.demonstration_batch(run.task.demonstrations(0), run.stages[0])
+  batch = surroundings.unrewarded(run.task.demonstrations(0), run.stages[0])
   used = batch.segment_art > 0
   of = lambda i: used & (batch.trajectory_art == i)
   return [(batch.token_art[of(i)], batch.policy_art[of(i)] > 0) for i in range(count)]

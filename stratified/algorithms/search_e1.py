@@ -109,7 +109,7 @@ class DistillationSettings(Settings):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.teacher != "frozen" and self.rank and self.teacher == "ema":
+    if self.teacher == "ema" and self.rank:
       raise ValueError(
         f"distillation.teacher='ema' with distillation.rank={self.rank}: frozen weights can't "
         "follow the policy; train every weight with --config.distillation.rank=0"
@@ -132,7 +132,6 @@ class SearchE1(Algorithm):
   alternation: SearchE1Settings
   reinforcement: Grpo
   distillation: "Distillation"
-  samples_per_question: int
   questions_per_step: int
 
   @classmethod
@@ -147,13 +146,8 @@ class SearchE1(Algorithm):
         f"pairs.samples_per_question={found.samples_per_question} with pairs.source='last_steps' "
         f"must be 0 or rollout.samples_per_question={samples}, which those steps have"
       )
-    return cls(
-      read(SearchE1Settings),
-      Grpo.make(read, facts),
-      distillation,
-      samples,
-      facts.questions_per_step,
-    )
+    reinforcement = Grpo.make(read, facts)
+    return cls(read(SearchE1Settings), reinforcement, distillation, facts.questions_per_step)
 
   def stages(self, num_steps: int) -> tuple[Stage, ...]:
     """Reinforcement and distillation of each cycle in turn; either may have no step."""

@@ -311,9 +311,12 @@ def place(mesh, batch: Batch) -> Batch:
   return jax.tree.map(sharding.put, batch, shardings(mesh, batch))
 
 
+# Takes no tokens and counts nowhere: stands where a batch's shape wants a rollout and there is none.
+LOST = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="stands in for a rollout")
+
+
 def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, samples: int) -> Batch:
   """The shapes, dtypes and shardings of a step's batch, for compiling without one."""
-  lost = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="made for its shape")
   zeros = np.zeros((questions, samples))
   small = dataclasses.replace(
     packing,
@@ -323,7 +326,7 @@ def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, sampl
     teacher_length=packing.teacher_length and 1,
   )
   made = collate(
-    [[lost] * samples] * questions,
+    [[LOST] * samples] * questions,
     packing=small,
     algorithm=algorithm,
     rewards=zeros,

@@ -2,8 +2,8 @@
 
     workdir/pairs/cycle_C.jsonl       a line of counts and hashes, then a pair a line
 
-The rollouts are made once, by the policy that the stage begins with; a run that goes on within the
-stage reads the file again, and refuses one of other weights.
+The rollouts are made once, by the policy that the stage begins with. A stage that begins refuses a
+file of other weights; one that goes on reads it again, and refuses one that was changed.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,21 @@ from stratified.policy import lora
 from stratified.progress import Progress
 from stratified.runs import build, held_out, rollouts
 from stratified.runs.stop import Stopped, Unusable
-from stratified.runs.surroundings import blame, evaluate, evaluate_first, row_of, Surroundings
-from stratified.types import Batch, Question, TrainState, Trajectory
+from stratified.runs.surroundings import (
+  blame,
+  evaluate,
+  evaluate_first,
+  row_of,
+  Surroundings,
+  unrewarded,
+  update_row,
+  writing,
+)
+from stratified.types import Batch, TrainState
 
 # Beyond every step of training: rollouts for pairs draw with random keys of their own.
 FIRST_KEY = 500_000_000
 EVERY_ROW = ("pairs/count", "pairs/skipped_share")
-LOST = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="no pair was found")
 
 
 class Pairs:
@@ -56,11 +64,7 @@ class Pairs:
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
     stats.pop("advantage_qk")
     row = row_of(self._parts.stage, step) | row
-    row |= {name: float(value) for name, value in stats.items()}
-    row |= {
-      "update/tokens_per_second": batching.num_tokens(batch) / row["time/update_s"],
-      "update/padding_share": batching.padding_share(batch),
-    }
+    row |= update_row(stats, batch, row["time/update_s"])
     sampled = row.get("pairs/sampled_tokens", 0)  # in the first row alone
     self._around.writer.write(row, sampled=sampled, trained=batching.num_tokens(batch))
     if held_out.due(self._around.run.config, self._parts, step):
@@ -97,17 +101,8 @@ class Pairs:
     groups = [[self._weighted(trajectory)] for trajectory in trained]
     prompts = [[self._prompt(pair)] for pair in chosen]
     if not chosen:
-      groups, prompts = [[LOST]] * count, [[()]] * count
-    zeros = np.zeros((count, 1), np.int32)
-    return batching.collate(
-      groups,
-      packing=self._parts.packing,
-      algorithm=self._algorithm,
-      rewards=zeros,
-      strata=zeros,
-      num_strata=1,
-      prompts=prompts if teacher else None,
-    )
+      groups, prompts = [[batching.LOST]] * count, [[()]] * count
+    return unrewarded(groups, self._parts, prompts if teacher else None)
 
   def _weighted(self, trajectory) -> Student:
     decode = self._around.run.task.tokenizer.decode
@@ -116,16 +111,8 @@ class Pairs:
     return Student(**fields, weights=weights)
 
   def _prompt(self, pair: pairs.Pair) -> tuple[int, ...]:
-    task = self._around.run.task
-    return guide.prompt(
-      pair.student.question,
-      pair.reference,
-      self._algorithm.guide,
-      write=task.protocol.prompt,
-      encode=task.tokenizer.encode,
-      decode=task.tokenizer.decode,
-      eos_id=task.tokenizer.eos_id,
-    )
+    question, how = pair.student.question, writing(self._around.run.task)
+    return guide.prompt(question, pair.reference, self._algorithm.guide, **how)
 
   ###  Mining  ###
 

@@ -19,7 +19,16 @@ from stratified.evaluation import score as scoring
 from stratified.learner import batching, processes
 from stratified.runs import build, held_out, pairs
 from stratified.runs.rollouts import Rollouts
-from stratified.runs.surroundings import blame, evaluate, evaluate_first, row_of, Surroundings
+from stratified.runs.surroundings import (
+  blame,
+  evaluate,
+  evaluate_first,
+  row_of,
+  Surroundings,
+  unrewarded,
+  update_row,
+  writing,
+)
 from stratified.runs.writer import trajectory_records
 from stratified.types import Batch, TrainState, Trajectory
 
@@ -38,7 +47,7 @@ class Demonstrations:
     return False
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
-    return demonstration_batch(self._guided(step), self._parts), {}
+    return unrewarded(self._guided(step), self._parts), {}
 
   def _guided(self, step: int) -> list[list[Trajectory]]:
     """A step's demonstrations, a share of them after a prompt that shows them already."""
@@ -46,14 +55,7 @@ class Demonstrations:
     if not settings.share:
       return groups
     task, chance = self._task, np.random.default_rng([self._seed, step])
-    write = lambda t: guide.guided(
-      t,
-      settings,
-      write=task.protocol.prompt,
-      encode=task.tokenizer.encode,
-      decode=task.tokenizer.decode,
-      eos_id=task.tokenizer.eos_id,
-    )
+    write = lambda t: guide.guided(t, settings, **writing(task))
     return [
       [write(t) if chance.random() < settings.share else t for t in group] for group in groups
     ]
@@ -74,19 +76,6 @@ class Demonstrations:
 
   def __exit__(self, *unused) -> None:
     pass
-
-
-def demonstration_batch(groups, parts: build.StageParts) -> Batch:
-  """Makes a batch of demonstrations [n][1], without rewards or strata."""
-  zeros = np.zeros((len(groups), 1), np.int32)
-  return batching.collate(
-    groups,
-    packing=parts.packing,
-    algorithm=parts.stage.algorithm,
-    rewards=zeros,
-    strata=zeros,
-    num_strata=1,
-  )
 
 
 class Reinforcement:
@@ -127,12 +116,7 @@ class Reinforcement:
     config, writer, now = self._around.run.config, self._around.writer, time.perf_counter()
     advantage = np.asarray(stats.pop("advantage_qk"))
     row = row_of(self._parts.stage, step) | row
-    row |= {name: float(value) for name, value in stats.items()}
-    row |= {
-      "update/tokens_per_second": batching.num_tokens(batch) / row["time/update_s"],
-      "update/padding_share": batching.padding_share(batch),
-      "time/step_s": now - self._clock,
-    }
+    row |= update_row(stats, batch, row["time/update_s"]) | {"time/step_s": now - self._clock}
     self._clock = now
     trained = batching.num_tokens(batch) * config.update.epochs
     writer.write(row, sampled=row["rollout/policy_tokens"], trained=trained)

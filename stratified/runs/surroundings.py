@@ -4,9 +4,13 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import numpy as np
+
+from stratified.learner import batching
 from stratified.runs import build, held_out
 from stratified.runs.stop import OutsideFailed, Stop
 from stratified.runs.writer import Writer
+from stratified.types import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,39 @@ def row_of(stage, step: int) -> dict[str, Any]:
   if stage.cycle:
     row |= {"cycle": stage.cycle, "phase": stage.name.removesuffix(f"_{stage.cycle}")}
   return row
+
+
+def update_row(stats: dict, batch: Batch, seconds: float) -> dict[str, float]:
+  """What a step's row says of its update, which took so many seconds."""
+  return {name: float(value) for name, value in stats.items()} | {
+    "update/tokens_per_second": batching.num_tokens(batch) / seconds,
+    "update/padding_share": batching.padding_share(batch),
+  }
+
+
+def unrewarded(groups, parts: build.StageParts, prompts=None) -> Batch:
+  """Makes a batch of rollouts [n][1] without rewards or strata; prompts: a teacher's own."""
+  zeros = np.zeros((len(groups), 1), np.int32)
+  return batching.collate(
+    groups,
+    packing=parts.packing,
+    algorithm=parts.stage.algorithm,
+    rewards=zeros,
+    strata=zeros,
+    num_strata=1,
+    prompts=prompts,
+  )
+
+
+def writing(task) -> dict[str, Any]:
+  """How a task's prompts are written, as `guide.prompt` and `guide.guided` take it."""
+  tokenizer = task.tokenizer
+  return {
+    "write": task.protocol.prompt,
+    "encode": tokenizer.encode,
+    "decode": tokenizer.decode,
+    "eos_id": tokenizer.eos_id,
+  }
 
 
 def evaluate(around: Surroundings, policy, step: int) -> None:
