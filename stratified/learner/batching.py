@@ -311,7 +311,7 @@ def place(mesh, batch: Batch) -> Batch:
   return jax.tree.map(sharding.put, batch, shardings(mesh, batch))
 
 
-# Takes no tokens and counts nowhere: stands where a batch's shape wants a rollout and there is none.
+# Takes no tokens and counts nowhere: stands where a batch has room for a rollout and there is none.
 LOST = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="stands in for a rollout")
 
 
