@@ -188,10 +188,15 @@ class Batch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-  """Everything that a checkpoint holds. `step` counts rollout batches, the position in the data."""
+  """Everything that a checkpoint holds. `step` counts rollout batches, the position in the data.
+
+  params: the policy alone. critic: what a method trains beside it; None for most. With a critic
+    opt_state is {"policy": ..., "critic": ...}.
+  """
 
   step: Any
   params: Any
   opt_state: Any
   reference: Any
   skipped_in_a_row: Any
+  critic: Any = None

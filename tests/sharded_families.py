@@ -48,7 +48,8 @@ MODELS = {
 
 def run(config, params, sizes):
   mesh = sharding.make_mesh(*sizes)
-  axes = decoder.logical_axes(config)
+  table = decoder.weights(config) | heads.weights(config, {"value": 1})
+  axes = {name: weight.axes for name, weight in table.items()}
   rows = np.random.default_rng(0).integers(0, 64, (4, 12))
   position, segment = np.tile(np.r_[:7, :5], (4, 1)), np.tile(np.r_[[1] * 7, [2] * 5], (4, 1))
 
@@ -56,7 +57,7 @@ def run(config, params, sizes):
   def loss(params, token, position, segment):
     x = decoder.hidden(config, params, token, position, segment)
     logp = log_probs.token_log_probs(config, params, x, token)[0]
-    return (logp * (1 + heads.values(config, params, x))).sum()
+    return (logp * (1 + heads.outputs(params, "value", x)[..., 0])).sum()
 
   with jax.set_mesh(mesh):
     place = lambda value, *of: sharding.put(value, sharding.named(mesh, of))
@@ -69,9 +70,10 @@ def run(config, params, sizes):
 def main():
   found = {}
   for name, switches in MODELS.items():
-    config = decoder_config(**SIZES, **switches, heads=("value",))
+    config = decoder_config(**SIZES, **switches)
     params = parameters(config)
     params["value"] = np.random.default_rng(1).standard_normal((32, 1)).astype(np.float32)
+    params["value_bias"] = np.zeros(1, np.float32)
     alone, one = run(config, params, (1, 1, 1))
     spread, many = run(config, params, (2, 2, 2))
     size = {key: float(np.linalg.norm(value)) for key, value in one.items()}

@@ -5,7 +5,6 @@ Run by test_sharding.py in a process of its own:
     python tests/sharded_methods.py OUT.npz
 """
 
-import dataclasses
 import os
 import sys
 
@@ -32,11 +31,13 @@ METHODS, MESHES = ("ppo", "gigpo"), [(1, 1, 1), (2, 2, 2)]
 
 def take_step(name, sizes):
   algorithm = make(name, lambda cls: cls(), FACTS)
-  model = dataclasses.replace(CONFIG, heads=algorithm.HEADS)
   mesh, chain = sharding.make_mesh(*sizes), optimizer.make(name="sgd", learning_rate=0.1)
-  learn = update.make_update(mesh, model, chain, algorithm, settings=TWICE, num_strata=3)
-  params = parameters(model, scale=2.0)
-  state = states.init_state(mesh, model, params, chain, with_reference=True)
+  chain = optimizer.beside(chain, chain) if algorithm.critic else chain
+  learn = update.make_update(mesh, CONFIG, chain, algorithm, settings=TWICE, num_strata=3)
+  params = parameters(CONFIG, scale=2.0)
+  state = states.init_state(
+    mesh, CONFIG, params, chain, with_reference=True, critic=algorithm.critic
+  )
   batch = collate(
     random_groups(8, 3, vocab=64, longest=21, seed=4),
     rows=8,

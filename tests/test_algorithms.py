@@ -3,23 +3,22 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_rollouts import collate, decoder_config, family, parameters, random_groups, trajectory
 
-from stratified import advantages, losses
+from stratified import advantages
 from stratified.algorithms import Facts, make, METHODS
 from stratified.algorithms.base import Algorithm, Credit, Loss
 from stratified.algorithms.gigpo import anchors, Gigpo, GigpoSettings, state_ids
 from stratified.algorithms.grpo import PolicyLossSettings
-from stratified.algorithms.ppo import CriticSettings, explained_variance, Ppo
 from stratified.learner import batching, optimizer, trial, update
 from stratified.learner import state as states
 
 CONFIG = decoder_config()
 FACTS = Facts(num_strata=3, samples_per_question=4, max_tokens=24, max_turns=3)
 CHAIN = optimizer.make(learning_rate=1e-2)
+BESIDE = optimizer.beside(CHAIN, CHAIN)
 ARRAYS = {"reward": [[1, 0, 0, 1], [0, 1, 0, 0]]}
 
 
@@ -29,9 +28,11 @@ def of(name):
 
 def step(mesh, algorithm, groups, rewards, *, settings=update.UpdateSettings(), count=1):
   """(state, stats) after updates on one batch."""
-  model = dataclasses.replace(CONFIG, heads=algorithm.HEADS)
-  learn = update.make_update(mesh, model, CHAIN, algorithm, settings=settings, num_strata=3)
-  state = states.init_state(mesh, model, parameters(model, scale=2.0), CHAIN, with_reference=True)
+  critic = algorithm.critic
+  chain = BESIDE if critic else CHAIN
+  learn = update.make_update(mesh, CONFIG, chain, algorithm, settings=settings, num_strata=3)
+  params = parameters(CONFIG, scale=2.0)
+  state = states.init_state(mesh, CONFIG, params, chain, with_reference=True, critic=critic)
   batch = collate(groups, rewards=rewards, algorithm=algorithm, mini_batches=settings.mini_batches)
   for _ in range(count):
     state, stats = learn(state, batching.place(mesh, batch))
@@ -47,62 +48,6 @@ def test_every_method_fits_the_update_and_moves_the_policy(mesh, name):
   assert all(np.isfinite(value).all() for value in stats.values())
   for key in ("loss/policy", "loss/kl", "advantage/rms", "strata/count", "policy/entropy"):
     assert key in stats
-
-
-###  PPO  ###
-
-
-def test_ppo_gives_each_policy_token_its_gae_and_the_critic_its_target(mesh):
-  """lambda = gamma = 1: A = R - V on every policy token, and the target is R."""
-  critic = CriticSettings(whiten=False)
-  algorithm = Ppo(critic, PolicyLossSettings(), 24)
-  groups, rewards = random_groups(2, 3, seed=2), np.float32([[1, 0, 0.5], [0, 1, 0]])
-  batch = collate(groups, rewards=rewards, algorithm=algorithm)
-  value = np.random.default_rng(0).standard_normal(batch.token_art.shape).astype(np.float32)
-  before = trial._outputs(algorithm, batch.token_art.shape)._replace(heads={"value": value})
-  credit = algorithm.credit(batch, before, 0)
-  mask = batch.policy_art > 0
-  reward = rewards.reshape(-1)[batch.trajectory_art]
-  np.testing.assert_allclose(credit.token["target"][mask], reward[mask], atol=1e-5)
-  np.testing.assert_allclose(credit.token["advantage"][mask], (reward - value)[mask], atol=1e-5)
-  assert (np.asarray(credit.token["advantage"])[~mask] == 0).all()
-  for q in range(2):
-    for k in range(3):
-      own = mask & (batch.trajectory_art == q * 3 + k)
-      np.testing.assert_allclose(credit.advantage_qk[q, k], (reward - value)[own].mean(), atol=1e-5)
-
-
-def test_ppo_whitens_over_the_policy_tokens_alone():
-  algorithm = Ppo(CriticSettings(), PolicyLossSettings(), 24)
-  batch = collate(
-    random_groups(2, 3, seed=2), rewards=np.float32([[1, 0, 0], [0, 1, 0]]), algorithm=algorithm
-  )
-  before = trial._outputs(algorithm, batch.token_art.shape)
-  advantage = np.asarray(algorithm.credit(batch, before, 0).token["advantage"])
-  own = advantage[batch.policy_art > 0]
-  np.testing.assert_allclose([own.mean(), own.std()], [0, 1], atol=1e-5)
-
-
-def test_ppo_learns_the_value_and_reports_it(mesh):
-  """Over many updates on one batch the critic explains what its rewards are."""
-  rewards = np.float32(ARRAYS["reward"])
-  critic = CriticSettings(value_coefficient=5.0, value_clip=0.0)
-  algorithm = Ppo(critic, PolicyLossSettings(kl_coefficient=0.0), 24)
-  groups = random_groups(2, 4, seed=1)
-  _, first, _ = step(mesh, algorithm, groups, rewards)
-  assert abs(first["value/explained_variance"]) < 1e-6  # a head of zeros says 0 of everything
-  _, last, _ = step(
-    mesh, algorithm, groups, rewards, settings=update.UpdateSettings(epochs=40), count=2
-  )
-  assert last["value/explained_variance"] > 0.3 and last["value/loss"] < first["value/loss"]
-
-
-def test_a_clipped_value_is_charged_where_it_moved_too_far():
-  loss = losses.clipped_value_loss(
-    jnp.float32([1.2, 0.5]), jnp.float32([0.4, 0.4]), jnp.float32([1.0, 1.0]), clip=0.5
-  )
-  np.testing.assert_allclose(loss, [0.02, 0.125], rtol=1e-6)  # max(.2^2, .1^2) / 2; .5^2 / 2
-  assert explained_variance(*(jnp.float32([1, 2]),) * 2, jnp.ones(2)) == 1.0
 
 
 ###  GiGPO  ###

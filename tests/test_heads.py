@@ -1,127 +1,116 @@
-"""Extra heads: a linear layer on the hidden states, trained beside the policy, in no exported
-model."""
+"""Extra heads and the critic: weights beside the policy, with an optimizer of their own."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from small_rollouts import decoder_config, parameters
 
+from stratified.algorithms.base import Critic
 from stratified.learner import optimizer
+from stratified.learner import state as states
 from stratified.policy import decoder, heads, lora
-from stratified.policy.files import hugging_face
 
-CONFIG = decoder_config(heads=("value",), qkv_bias=True)
+CONFIG = decoder_config(qkv_bias=True)
 TOKENS = np.arange(10).reshape(1, 10) % 7
+OWN, SHARED = (Critic({"value": 2}, {"learning_rate": 0.1}, body) for body in ("own", "policy"))
+RNG = np.random.default_rng(4)
+HEAD = {"value": RNG.standard_normal((16, 1)).astype(np.float32), "value_bias": np.float32([0.7])}
 
 
-def filled(config=CONFIG):
-  """Parameters whose head is not zero."""
-  params = parameters(config)
-  rng = np.random.default_rng(4)
-  return params | {
-    "value": rng.standard_normal((16, 1)).astype(np.float32),
-    "value_bias": np.float32([0.7]),
-  }
+def hidden(params):
+  return decoder.hidden(CONFIG, params, TOKENS, np.arange(10)[None], np.ones_like(TOKENS))
 
 
-def hidden(config, params):
-  return decoder.hidden(config, params, TOKENS, np.arange(10)[None], np.ones_like(TOKENS))
+def values(head, params):
+  return heads.outputs(head, "value", hidden(params))[..., 0]
 
 
-def test_values_start_at_zero_and_are_a_linear_layer_of_the_hidden_states():
-  start = decoder.init(CONFIG, jax.random.key(0))
-  assert (start["value"].shape, start["value_bias"].shape) == ((16, 1), (1,))
-  assert not heads.values(CONFIG, start, hidden(CONFIG, start)).any()
-  params = filled()
-  x = hidden(CONFIG, params)
-  found = heads.values(CONFIG, params, x)
-  assert found.shape == (1, 10) and found.dtype == jnp.float32
-  expected = np.asarray(x, np.float64) @ params["value"][:, 0].astype(np.float64) + 0.7
+def test_a_head_is_a_linear_layer_of_the_hidden_states():
+  table = heads.weights(CONFIG, {"value": 1, "outcome": 3})
+  assert {name: w.shape for name, w in table.items()} == {
+    "value": (16, 1), "value_bias": (1,), "outcome": (16, 3), "outcome_bias": (3,)
+  }  # fmt: skip
+  x = hidden(parameters(CONFIG))
+  found = heads.outputs(HEAD, "value", x)
+  assert found.shape == (1, 10, 1) and found.dtype == jnp.float32
+  expected = np.asarray(x, np.float64) @ HEAD["value"].astype(np.float64) + 0.7
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_head_computes_in_float32_on_bfloat16_hidden_states():
-  config = dataclasses.replace(CONFIG, dtype="bfloat16")
-  assert (
-    decoder.seen_dtype(config, "value") == decoder.seen_dtype(config, "value_bias") == "float32"
-  )
   x = jnp.full((1, 1, 16), 1.0, jnp.bfloat16)
   params = {"value": jnp.full((16, 1), 1 + 2**-12), "value_bias": jnp.zeros(1)}
-  assert float(heads.values(config, params, x)[0, 0]) == 16 * (1 + 2**-12)
+  assert float(heads.outputs(params, "value", x)[0, 0, 0]) == 16 * (1 + 2**-12)
 
 
 def test_its_gradient_is_the_slope_and_reaches_the_body():
-  params, target = filled(), np.linspace(-1, 1, 10, dtype=np.float32)
-  loss = lambda params: jnp.square(
-    heads.values(CONFIG, params, hidden(CONFIG, params)) - target
-  ).sum()
-  gradient = jax.jit(jax.grad(loss))(params)
-  error = 2 * (np.asarray(heads.values(CONFIG, params, hidden(CONFIG, params))) - target)
-  np.testing.assert_allclose(gradient["value_bias"], [error.sum()], rtol=1e-4)
-  np.testing.assert_allclose(
-    gradient["value"][:, 0], error[0] @ np.asarray(hidden(CONFIG, params))[0], rtol=1e-3, atol=1e-4
-  )
-  assert np.abs(gradient["down"]).max() > 0
+  params, target = parameters(CONFIG), np.linspace(-1, 1, 10, dtype=np.float32)
+  loss = lambda head, params: jnp.square(values(head, params) - target).sum()
+  of_head, of_body = jax.jit(jax.grad(loss, argnums=(0, 1)))(HEAD, params)
+  error = 2 * (np.asarray(values(HEAD, params)) - target)
+  np.testing.assert_allclose(of_head["value_bias"], [error.sum()], rtol=1e-4)
+  expected = error[0] @ np.asarray(hidden(params))[0]
+  np.testing.assert_allclose(of_head["value"][:, 0], expected, rtol=1e-3, atol=1e-4)
+  assert np.abs(of_body["down"]).max() > 0
 
 
 def test_the_weight_decays_and_the_bias_does_not_and_muon_leaves_both_to_adam():
-  params = filled()
-  decayed = optimizer.decayed(params)
+  decayed = optimizer.decayed(HEAD)
   assert decayed["value"] and not decayed["value_bias"]
   chains = [optimizer.make(name=name, learning_rate=0.1) for name in ("muon", "adamw")]
-  found, expected = (chain.update(params, chain.init(params), params)[0] for chain in chains)
+  found, expected = (chain.update(HEAD, chain.init(HEAD), HEAD)[0] for chain in chains)
   np.testing.assert_allclose(found["value"], expected["value"], rtol=1e-6)
 
 
-def test_the_sampler_carries_no_head():
-  layers = decoder.unstack(CONFIG, filled())
-  assert not {"value", "value_bias"} & set(layers)
-  assert not {"value", "value_bias"} & set(layers["layers"][0])
+@pytest.mark.parametrize("sizes", [{}, {"value": 0}, {"down": 1}, {"a b": 1}, ("value",)])
+def test_heads_that_can_not_be_are_refused(sizes):
+  with pytest.raises(ValueError, match="how many numbers of each token"):
+    heads.check(sizes)
 
 
-def test_export_leaves_it_out_and_import_starts_it_anew(tmp_path):
-  params = filled()
-  hugging_face.save(tmp_path, CONFIG, params)
-  names = set(safetensors.numpy.load_file(tmp_path / "model.safetensors"))
-  assert "model.norm.weight" in names and not [name for name in names if "value" in name]
-  assert "value" not in json.loads((tmp_path / "config.json").read_text())
-  config = hugging_face.load_config(tmp_path, heads=("value",))
-  again = hugging_face.load_params(tmp_path, config)
-  assert set(again) == set(params) and again["value"].dtype == jnp.float32
-  assert not again["value"].any() and not again["value_bias"].any()
-  np.testing.assert_array_equal(again["down"], params["down"])
-  without = {name: value for name, value in params.items() if not name.startswith("value")}
-  hugging_face.save(tmp_path, CONFIG, without)  # a policy that the sampler gave back
+###  The critic in the state  ###
 
 
-def test_adapters_hold_the_head_as_it_is_and_train_it_whole():
-  adapter = lora.LoraConfig(rank=2, alpha=6.0, targets=("q", "down"))
-  adapters = lora.init(CONFIG, adapter, jax.random.key(0))
-  assert set(adapters) == {"q_a", "q_b", "down_a", "down_b", "value", "value_bias"}
-  assert not adapters["value"].any()
-  trained = adapters | {name: filled()[name] for name in ("value", "value_bias")}
-  frozen = parameters(CONFIG)
-  for params in (lora.join(adapter, frozen, trained), lora.merge(CONFIG, adapter, frozen, trained)):
-    np.testing.assert_array_equal(params["value"], trained["value"])
-    found = heads.values(CONFIG, params, hidden(CONFIG, params))
-    np.testing.assert_allclose(
-      found, heads.values(CONFIG, filled(), hidden(CONFIG, frozen)), atol=1e-5
-    )
-  loss = lambda x: heads.values(
-    CONFIG, lora.join(adapter, frozen, x), hidden(CONFIG, lora.join(adapter, frozen, x))
-  ).sum()
-  gradient = jax.jit(jax.grad(loss))(trained)
-  assert float(gradient["value_bias"][0]) == 10.0 and np.abs(gradient["value"]).max() > 0
+def test_two_optimizers_beside_each_other_clip_and_count_alone():
+  policy, critic = (optimizer.make(learning_rate=rate, clip_norm=1e-3) for rate in (1.0, 0.25))
+  both = optimizer.beside(policy, critic)
+  trained = {"policy": {"gate": jnp.ones((1, 3, 4))}, "critic": {"value": jnp.ones((4, 1))}}
+  updates, state = both.update(trained, both.init(trained), trained)
+  for name, chain in (("policy", policy), ("critic", critic)):
+    alone, _ = chain.update(trained[name], chain.init(trained[name]), trained[name])
+    jax.tree.map(np.testing.assert_array_equal, updates[name], alone)
+  assert set(state) == {"policy", "critic"}
 
 
-def test_a_head_that_the_decoder_does_not_have_is_refused():
-  plain = decoder_config()
-  with pytest.raises(ValueError, match="the decoder has no head 'value'; its config says heads=()"):
-    heads.values(plain, filled(), hidden(plain, parameters(plain)))
-  with pytest.raises(ValueError, match="must name each head once"):
-    dataclasses.replace(plain, heads=("value", "value"))
+@pytest.mark.parametrize("adapter", [None, lora.LoraConfig(2, 6.0, ("q", "down"))], ids=str)
+@pytest.mark.parametrize("critic", [OWN, SHARED], ids=["own", "policy"])
+def test_the_state_holds_the_critic_as_it_is_described(mesh, critic, adapter):
+  chain = optimizer.beside(*(optimizer.make(**critic.optimizer),) * 2)
+  params = parameters(CONFIG)
+  how = dict(with_reference=True, adapter=adapter, critic=critic)
+  state = states.init_state(mesh, CONFIG, dict(params), chain, **how)
+  assert not {"value", "value_bias"} & (set(state.params) | set(state.reference))
+  assert not state.critic["value"].any() and state.critic["value"].shape == (16, 2)
+  body = {name: x for name, x in state.critic.items() if not name.startswith("value")}
+  assert set(body) == (set(params) if critic is OWN else set())
+  for name, value in body.items():
+    assert value.dtype == jnp.float32
+    np.testing.assert_array_equal(value, params[name])
+  moments = [x for x in jax.tree.leaves(state.opt_state["critic"]) if x.ndim]
+  assert sum(x.size for x in moments) == 2 * sum(x.size for x in state.critic.values())
+  described = states.abstract_state(mesh, CONFIG, chain, **how)
+  described = described._replace(reference=state.reference)  # with adapters it is a fingerprint
+  same = lambda x, y: (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
+  assert jax.tree.all(jax.tree.map(same, state, described))
+
+
+def test_a_critics_body_is_split_as_the_policys(mesh):
+  table = states.critic_weights(CONFIG, OWN)
+  for name, weight in decoder.weights(CONFIG).items():
+    assert table[name] == weight
+  assert table["value"].axes == ("width", None)
+  assert set(states.critic_weights(CONFIG, SHARED)) == {"value", "value_bias"}
+  assert dataclasses.asdict(CONFIG).get("heads") is None  # the policy knows of none

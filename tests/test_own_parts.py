@@ -10,7 +10,7 @@ import pytest
 from test_train import config as smallest
 
 from stratified import made_up
-from stratified.algorithms.base import Algorithm, Credit, Loss
+from stratified.algorithms.base import Algorithm, Credit, Critic, Loss
 from stratified.runs import build, check_task
 from stratified.runs.stop import OutsideFailed
 from stratified.tasks import named
@@ -101,7 +101,7 @@ class Own(Algorithm):
 
 
 class Headed(Own):
-  HEADS = ("value", "crown")
+  critic = Critic({"crown": 0}, {"learning_rate": 1e-3})
 
 
 class NanStream(Own):
@@ -282,8 +282,7 @@ def test_demonstrations_that_were_all_lost_name_the_fault():
 @pytest.mark.parametrize(
   "name, rule",
   [
-    ("Headed", "asks for HEADS=('value', 'crown'); that must be a tuple of names, each once, out "
-     "of value"),
+    ("Headed", "Headed has a critic that can't be: heads={'crown': 0} must be {name: how many"),
     ("NanStream", "gives the stream 'bonus' numbers that are not finite"),
     ("HugeStream", "gives the stream 'bonus' numbers that are not finite"),
     ("InfiniteArray", "gives the array 'length' values that are not finite"),

@@ -25,7 +25,7 @@ def test_a_config_of_the_defaults_reads_back_as_them():
 
 def test_the_decoder_has_the_settings_sizes_and_the_tokenizers_vocabulary():
   settings = PolicySettings(width=24, num_heads=3, num_kv_heads=1, dtype="bfloat16", unroll=2)
-  found = decoder_config(settings, vocab_size=50, platform="cpu", row_length=64, heads=["value"])
+  found = decoder_config(settings, vocab_size=50, platform="cpu", row_length=64)
   assert found == decoder.DecoderConfig(
     vocab_size=50,
     width=24,
@@ -38,7 +38,6 @@ def test_the_decoder_has_the_settings_sizes_and_the_tokenizers_vocabulary():
     dtype="bfloat16",
     attention="folded",
     unroll=2,
-    heads=("value",),
   )
   named = dataclasses.replace(settings, attention="library")
   assert decoder_config(named, vocab_size=50, platform="tpu", row_length=64).attention == "library"

@@ -14,7 +14,7 @@ from small_rollouts import decoder_config, parameters
 from stratified.learner import optimizer
 from stratified.learner import state as states
 from stratified.planning import costs
-from stratified.policy import decoder, heads, lora, weights
+from stratified.policy import decoder, lora, weights
 from stratified.policy.files import hugging_face, peft
 
 CONFIG = decoder_config(width=16, mlp_width=24, dtype="bfloat16")
@@ -99,28 +99,6 @@ def test_a_row_reaches_counts_of_parameters_and_flops(rows, monkeypatch):
   monkeypatch.delitem(weights.ROWS, "wide")
   assert parameters - costs.num_parameters(CONFIG) == 2 * 128 * 24
   assert flops - costs.forward_flops(CONFIG, 5, 0) == 2 * 5 * 2 * 128 * 24
-
-
-def test_a_heads_entry_is_all_that_a_head_needs(monkeypatch, tmp_path):
-  monkeypatch.setitem(heads.HEADS, "outcome", 3)
-  config = dataclasses.replace(CONFIG, heads=("outcome",))
-  params = decoder.init(config, jax.random.key(0))
-  assert params["outcome"].shape == (16, 3) and params["outcome_bias"].shape == (3,)
-  hidden = jnp.ones((1, 2, 16), jnp.bfloat16)
-  given = params | {"outcome": params["outcome"] + 1.0, "outcome_bias": jnp.float32([1, 2, 3])}
-  np.testing.assert_array_equal(
-    heads.outputs(config, given, "outcome", hidden), [[[17, 18, 19]] * 2]
-  )
-  assert set(lora.weights(config, lora.LoraConfig(3, 1.0, ("up",)))) == {
-    "up_a",
-    "up_b",
-    "outcome",
-    "outcome_bias",
-  }
-  with pytest.raises(
-    ValueError, match="heads=.'values',. must name each head once, out of outcome"
-  ):
-    dataclasses.replace(CONFIG, heads=("values",))
 
 
 def test_no_module_lists_weights_beside_the_table():

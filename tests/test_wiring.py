@@ -13,7 +13,7 @@ import pytest
 from small_rollouts import collate, random_groups, trajectory
 
 from configs import search_r1
-from stratified.algorithms.base import Outputs
+from stratified.algorithms.base import Critic, Outputs
 from stratified.learner import update
 from stratified.runs import build, settings
 from stratified.types import Call, Question, Turn
@@ -61,6 +61,9 @@ CASES = {
   "ppo.whiten": ({"algorithm.name": "ppo"}, False),
   "ppo.value_coefficient": ({"algorithm.name": "ppo"}, 2.0),
   "ppo.value_clip": ({"algorithm.name": "ppo"}, 0.01),
+  "ppo.level": ({"algorithm.name": "ppo"}, "turn"),
+  "ppo.through_observations": ({"algorithm.name": "ppo"}, True),
+  "ppo.by_calls": ({"algorithm.name": "ppo"}, True),
   "gigpo.gamma": ({"algorithm.name": "gigpo"}, 0.3),
   "gigpo.omega": ({"algorithm.name": "gigpo"}, 0.3),
   "gigpo.similarity": ({"algorithm.name": "gigpo"}, 0.5),
@@ -69,9 +72,40 @@ CASES = {
 SECTIONS = ("advantage", "loss", "likelihood", "ppo", "gigpo", "algorithm")
 
 
+CRITIC = {
+  "ppo.body": "own",
+  "ppo.alone_steps": 3,
+  "ppo.optimizer": "sgd",
+  "ppo.learning_rate": 0.1,
+  "ppo.warmup_steps": 2,
+  "ppo.clip_norm": 0.01,
+}
+
+
 def test_every_field_of_a_method_has_a_case():
   fields = {name for name in settings.rules() if name.split(".")[0] in SECTIONS}
-  assert fields == CASES.keys()
+  assert fields == CASES.keys() | CRITIC.keys()
+
+
+def test_the_critic_is_what_the_config_says():
+  of = lambda changes: build.algorithm(config_of({"algorithm.name": "ppo"} | changes), 4).critic
+  s = {name.removeprefix("ppo."): value for name, value in CRITIC.items()}
+  optimizer = {"name": s["optimizer"]} | {
+    name: s[name] for name in ("learning_rate", "warmup_steps", "clip_norm")
+  }
+  assert of(CRITIC) == Critic({"value": 1}, optimizer, "own", 3)
+  assert of({"ppo.by_calls": True}).heads == {"value": 4}  # 0 to 3 calls
+  assert build.algorithm(config_of({}), 4).critic is None
+
+
+def test_the_critics_optimizer_moves_it_alone_and_counts_steps_not_updates():
+  config = config_of(CRITIC | {"algorithm.name": "ppo", "update.epochs": 2})
+  critic = build.algorithm(config, 4).critic
+  chain = build.optimizer(config, critic=critic)
+  trained = {"policy": {"gate": jnp.ones((1, 3, 4))}, "critic": {"value": jnp.ones((4, 1))}}
+  updates, state = chain.update(trained, chain.init(trained), trained)
+  # SGD: rate 0.1 over 4 updates' warm-up, the gradient's norm 2 clipped to 0.01.
+  np.testing.assert_allclose(updates["critic"]["value"], -0.1 / 4 * 0.01 / 2, rtol=1e-5)
 
 
 def config_of(changes):
@@ -117,7 +151,14 @@ def numbers(changes) -> np.ndarray:
   )
   shape = batch.token_art.shape
   drawn = lambda scale: jnp.asarray(rng.normal(-1.5, scale, shape), jnp.float32)
-  heads = lambda: {name: drawn(0.5) + 1.5 for name in ("value",)}
+
+  more = jnp.asarray(np.random.default_rng(4).normal(0, 0.5, (*shape, 3)), jnp.float32)
+
+  def heads():
+    value = drawn(0.5) + 1.5
+    size = algorithm.critic.heads["value"] if algorithm.critic else 1
+    return {"value": value if size == 1 else jnp.stack([value, *jnp.moveaxis(more, -1, 0)], -1)}
+
   before = Outputs(drawn(0.4), drawn(0.1), drawn(0.4), heads())
   after = before._replace(logp=before.logp + drawn(0.3) + 1.5, heads=heads())
   batch = batch._replace(sampler_logp_art=np.asarray(drawn(0.4)) * batch.policy_art)
@@ -131,7 +172,8 @@ def numbers(changes) -> np.ndarray:
 
   outputs = jax.tree.map(lambda x: x[0], after)
   (value, _), gradient = jax.value_and_grad(loss, has_aux=True)(outputs)
-  return np.concatenate([np.ravel(x) for x in (value, gradient.logp, gradient.heads["value"])])
+  of_value = gradient.heads["value"].reshape(*gradient.logp.shape, -1).sum(-1)
+  return np.concatenate([np.ravel(x) for x in (value, gradient.logp, of_value)])
 
 
 @pytest.mark.parametrize("field", CASES)

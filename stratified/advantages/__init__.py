@@ -18,4 +18,4 @@ from stratified.advantages.group import (
   stratified_loo,
   two_term,
 )
-from stratified.advantages.tokens import gae, gigpo, whiten
+from stratified.advantages.tokens import gae, gigpo, turn_gae, whiten

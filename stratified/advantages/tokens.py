@@ -55,6 +55,28 @@ def gae(reward_t, value_t, trajectory_t, mask_t, *, gamma=1.0, lam=1.0):
 
 
 @jax.jit
+def turn_gae(reward_t, value_t, trajectory_t, mask_t, start_t, *, gamma=1.0, lam=1.0):
+  """`gae` over the turns of one packed row: a turn is one action, its state what stands before it.
+
+      delta_u = R_u + gamma V_{u+1} - V_u,   A_u = delta_u + gamma lam A_{u+1}
+
+  R_u sums the rewards of turn u's policy tokens and V_u is the value before its first one. Each of
+  its policy tokens gets A_u.
+
+  start_t  [T] 1 on the first policy token of each turn; the other arguments are those of `gae`
+
+  Returns (advantage_t, return_t); return_t = A_u + V_u at the first token of a turn, 0 elsewhere.
+  Source: Turn-PPO, arXiv 2512.17008 (gamma 0.99, lam 0.9).
+  """
+  chex.assert_equal_shape([reward_t, value_t, trajectory_t, mask_t, start_t])
+  keep_t, turn_t = mask_t > 0, jnp.cumsum(start_t > 0)
+  by_turn = lambda x_t: jax.ops.segment_sum(x_t, turn_t, start_t.shape[0] + 1)[turn_t]
+  reward_t = by_turn(jnp.where(keep_t, reward_t, 0))
+  advantage_t, return_t = gae(reward_t, value_t, trajectory_t, start_t, gamma=gamma, lam=lam)
+  return jnp.where(keep_t, by_turn(advantage_t), 0), return_t
+
+
+@jax.jit
 def whiten(advantage, mask, *, eps=1e-6):
   """(A - mean) / (std + eps) over the entries with mask 1; the others get 0. Usual after GAE."""
   mask = mask > 0

@@ -33,7 +33,8 @@ class Outputs(NamedTuple):
 
   logp, entropy: of each token given those before it, at the sampling temperature.
   reference_logp: the frozen reference's; None without one.
-  heads: {name: value} of the method's extra heads.
+  heads: {name: value} of the critic's heads, read off what stands before the token; [R, T, N] of
+    one with N > 1 numbers.
   divergence: between a teacher and the policy, for a method that has one (policy/divergence.py);
     all else is then None.
   """
@@ -83,11 +84,9 @@ class Loss(NamedTuple):
 class Algorithm:
   """Base of the methods; a subclass says what differs.
 
-  HEADS: extra outputs that it needs of the policy (policy/heads.py).
   STREAMS: the names of the per-token numbers that `streams` gives.
   """
 
-  HEADS: ClassVar[tuple[str, ...]] = ()
   STREAMS: ClassVar[tuple[str, ...]] = ("policy",)
 
   def stages(self, num_steps: int) -> tuple["Stage", ...]:
@@ -97,6 +96,11 @@ class Algorithm:
   @property
   def teacher(self) -> "Teacher | None":
     """Whom the policy is compared with; None for a method without a teacher."""
+    return None
+
+  @property
+  def critic(self) -> "Critic | None":
+    """What is trained beside the policy; None for a method without."""
     return None
 
   @property
@@ -152,6 +156,24 @@ def by_rollout(x_art, trajectory_art, shape: tuple[int, int]):
     in_specs=(rows, rows), out_specs=jax.P(), check_vma=False,
   )(x_art, trajectory_art)  # fmt: skip
   return sharding.constrain(summed.reshape(shape), "question", None)
+
+
+class Critic(NamedTuple):
+  """Weights that a method trains beside the policy's, with an optimizer of their own.
+
+  They are in checkpoints, never in a sampler, the KL's reference or an export.
+
+  heads: {name: how many numbers of each token} (policy/heads.py).
+  optimizer: the arguments of `optimizer.make`; its warm-up counts steps.
+  body: whose hidden states the heads read: "policy", which their losses train too, or "own", a
+    second decoder that begins as a copy of the policy.
+  alone_steps: the first steps of a stage, in which the policy stays as it is.
+  """
+
+  heads: dict[str, int]
+  optimizer: dict[str, Any]
+  body: str = "policy"
+  alone_steps: int = 0
 
 
 class Teacher(NamedTuple):

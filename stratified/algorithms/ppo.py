@@ -1,61 +1,109 @@
-"""PPO with a critic on the policy's own body: a value for each token, GAE, a clipped value loss.
+"""PPO with a critic: a value before each token, generalised advantage estimation, a value loss.
 
 Search-R1's first method (arXiv 2503.09516). The reward is given at the last policy token; the
-recursion steps over retrieved tokens, which enter no loss.
+recursion steps over retrieved tokens, which enter no loss. The critic is a head on the policy's
+body or on a body of its own, with its own optimizer.
 """
 
+from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from stratified import advantages, losses, sharding
-from stratified.algorithms.base import Algorithm, by_origin, by_rollout, Credit, Loss
+from stratified.algorithms.base import Algorithm, by_origin, by_rollout, Credit, Critic, Loss
 from stratified.algorithms.policy_loss import policy_loss, PolicyLossSettings
 from stratified.config import setting, Settings
+from stratified.types import Trajectory
 
-TRAINING = ("training",)
+option = functools.partial(setting, affects=("training",))
 
 
 @dataclasses.dataclass(frozen=True)
 class CriticSettings(Settings):
-  """The critic and what it makes of its values."""
+  """The critic, how it is trained, and what is made of its values."""
 
   SECTION: ClassVar[str] = "ppo"
-  gamma: float = setting(1.0, "ppo: discount of a later token", low=0, high=1, affects=TRAINING)
-  lam: float = setting(1.0, "ppo: lambda of GAE", low=0, high=1, affects=TRAINING)
-  whiten: bool = setting(
-    True,
-    "ppo: advantages to mean 0 and deviation 1 over the batch's policy tokens",
-    affects=TRAINING,
+  gamma: float = option(1.0, "ppo: discount of a later token, or turn", low=0, high=1)
+  lam: float = option(1.0, "ppo: lambda of GAE", low=0, high=1)
+  level: str = option(
+    "token", "ppo: GAE over policy tokens, or over turns (Turn-PPO)", choices=("token", "turn")
   )
-  value_coefficient: float = setting(
-    0.5, "ppo: weight of the value loss beside the policy's", low=0, affects=TRAINING
+  through_observations: bool = option(
+    False,
+    "ppo: retrieved tokens take part in GAE, value loss and whitening, as in Search-R1's code",
   )
-  value_clip: float = setting(
-    0.5, "ppo: a new value is held to the old one +- this; 0 is no clip", low=0, affects=TRAINING
+  whiten: bool = option(
+    True, "ppo: advantages to mean 0 and deviation 1 over the batch's policy tokens"
   )
+  value_coefficient: float = option(0.5, "ppo: weight of the value loss", low=0)
+  value_clip: float = option(
+    0.5, "ppo: a new value is held to the old one +- this; 0 is no clip", low=0
+  )
+  body: str = option(
+    "policy",
+    "ppo: what the critic's head reads: the policy's body, or one of its own, at first a copy",
+    choices=("policy", "own"),
+  )
+  by_calls: bool = option(
+    False, "ppo: the critic has a head for each number of calls made so far (structure-aware)"
+  )
+  optimizer: str = option("adamw", "ppo: the critic's", choices=("adamw", "muon", "sgd"))
+  learning_rate: float = option(1e-5, "ppo: the critic's rate after its warm-up", above=0)
+  warmup_steps: int = option(
+    0, "ppo: steps over which the critic's rate rises linearly", low=0, high=100_000
+  )
+  clip_norm: float = option(1.0, "ppo: most that the critic's gradient norm may be", above=0)
+  alone_steps: int = option(
+    0, "ppo: critic warm-up: first steps, in which the policy stays as it is", low=0
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.level == "turn" and self.through_observations:
+      raise ValueError(
+        "ppo.through_observations=True has no meaning with ppo.level='turn', where a turn is one "
+        "step and its observation part of the next state; set one of them back"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
 class Ppo(Algorithm):
-  """PPO (arXiv 1707.06347) with GAE (1506.02438) over policy tokens."""
+  """PPO (arXiv 1707.06347) with GAE (1506.02438) over policy tokens, or over turns (2512.17008).
 
-  HEADS: ClassVar[tuple[str, ...]] = ("value",)
-  STREAMS: ClassVar[tuple[str, ...]] = ("policy", "value", "reward")
+  max_turns: generations of a rollout at most; with `by_calls` the critic has as many heads, for 0
+    to max_turns - 1 calls and more.
+  """
+
+  STREAMS: ClassVar[tuple[str, ...]] = ("policy", "value", "reward", "calls")
   SETTINGS: ClassVar[tuple[type, ...]] = (CriticSettings, PolicyLossSettings)
 
-  critic: CriticSettings
+  settings: CriticSettings
   loss: PolicyLossSettings
   max_tokens: int
+  max_turns: int = 1
 
   @classmethod
   def make(cls, read, facts) -> "Ppo":
     loss = read(PolicyLossSettings)
     loss.refuse("ppo", "filter_groups")
     loss.check_overlong(facts.max_tokens)
-    return cls(read(CriticSettings), loss, facts.max_tokens)
+    return cls(read(CriticSettings), loss, facts.max_tokens, facts.max_turns)
+
+  @property
+  def critic(self) -> Critic:
+    s = self.settings
+    optimizer = {
+      "name": s.optimizer,
+      "learning_rate": s.learning_rate,
+      "warmup_steps": s.warmup_steps,
+      "clip_norm": s.clip_norm,
+    }
+    heads = {"value": self.max_turns if s.by_calls else 1}
+    return Critic(heads, optimizer, s.body, s.alone_steps)
 
   @property
   def learns_entropy(self) -> bool:
@@ -67,19 +115,24 @@ class Ppo(Algorithm):
     return True
 
   def streams(self, trajectory, reward) -> dict[str, list[float]]:
-    """Weights policy tokens in both losses, and puts the reward at the last of them."""
+    """Weights tokens in both losses, puts the reward at the last policy token, counts calls."""
     policy = by_origin(trajectory, policy=1.0)
     given = [0.0] * len(policy)
     if 1.0 in policy:
       given[len(policy) - 1 - policy[::-1].index(1.0)] = reward + self.loss.overlong(
         trajectory, self.max_tokens
       )
-    return {"policy": policy, "value": policy, "reward": given}
+    if self.settings.level == "turn":
+      value = turn_starts(trajectory)
+    else:
+      through = float(self.settings.through_observations)
+      value = by_origin(trajectory, policy=1.0, observation=through)
+    return {"policy": policy, "value": value, "reward": given, "calls": calls_before(trajectory)}
 
   def credit(self, batch, before, step) -> Credit:
-    """Computes A and the critic's target A + V of each policy token, V from before the step."""
-    mask, value = batch.policy_art, jnp.where(batch.policy_art > 0, before.heads["value"], 0)
-    gae = lambda *x: advantages.gae(*x, gamma=self.critic.gamma, lam=self.critic.lam)
+    """A of each policy token and the critic's target A + V, with V from before the step."""
+    s, mask, counted = self.settings, batch.policy_art, batch.stream_art["value"]
+    value = jnp.where(counted > 0, self._value(before, batch.stream_art["calls"]), 0)
     reward, stats = batch.stream_art["reward"], {}
     if self.loss.takes_kl(before):
       penalty = self.loss.kl_penalty(before, batch)
@@ -87,27 +140,62 @@ class Ppo(Algorithm):
         reward - penalty,
         penalty.sum() / jnp.maximum(batch.valid_qk.sum(), 1),
       )
-    raw, target = sharding.over_rows(gae, reward, value, batch.trajectory_art, mask)
-    advantage = advantages.whiten(raw, mask) if self.critic.whiten else raw
-    shape_qk = batch.reward_qk.shape
+    rows = (reward, value, batch.trajectory_art, mask if s.level == "turn" else counted)
+    if s.level == "turn":
+      estimate = functools.partial(advantages.turn_gae, gamma=s.gamma, lam=s.lam)
+      raw, target = sharding.over_rows(lambda *x: estimate(*x), *rows, counted)
+    else:
+      estimate = functools.partial(advantages.gae, gamma=s.gamma, lam=s.lam)
+      raw, target = sharding.over_rows(lambda *x: estimate(*x), *rows)
+    advantage = raw
+    if s.whiten:
+      advantage = advantages.whiten(raw, counted if s.through_observations else mask)
     length_qk = jnp.maximum(batch.mass_qk["policy"], 1)
-    sum_qk = by_rollout(advantage * mask, batch.trajectory_art, shape_qk)
+    sum_qk = by_rollout(advantage * mask, batch.trajectory_art, batch.reward_qk.shape)
     advantage_qk = jnp.where(batch.valid_qk > 0, sum_qk / length_qk, 0)
-    stats |= {"value/explained_variance": explained_variance(value, target, mask)}
+    stats |= {"value/explained_variance": explained_variance(value, target, counted)}
     return Credit(advantage_qk, {"advantage": advantage, "target": target}, stats)
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:
     """The clipped surrogate, and value_coefficient x the clipped squared error of the value."""
-    c = self.critic
+    s, calls = self.settings, micro.stream_art["calls"]
     error = losses.clipped_value_loss(
-      outputs.heads["value"], before.heads["value"], credit["target"], clip=c.value_clip
+      self._value(outputs, calls), self._value(before, calls), credit["target"], clip=s.value_clip
     )
     return {
       "policy": policy_loss(
         self.loss, outputs, before, credit["advantage"], micro, max_tokens=self.max_tokens
       ),
-      "value": Loss(c.value_coefficient * error, {"value/loss": error}),
+      "value": Loss(s.value_coefficient * error, {"value/loss": error}),
     }
+
+  def _value(self, outputs, calls):
+    """The value before each token: by the head of as many calls as were made before it."""
+    value = outputs.heads["value"]
+    if value.ndim == calls.ndim:
+      return value
+    own = jnp.minimum(calls, self.max_turns - 1)[..., None] == jnp.arange(self.max_turns)
+    return jnp.where(own, value, 0).sum(-1)
+
+
+def turn_starts(trajectory: Trajectory) -> list[float]:
+  """1 on the first token of each turn, 0 on the others."""
+  return [
+    float(segment.origin == "policy" and i == 0)
+    for segment in trajectory.segments
+    for i in range(len(segment.token_ids))
+  ]
+
+
+def calls_before(trajectory: Trajectory) -> Sequence[float]:
+  """At each token how many calls were executed before it; a turn's own count from its end on."""
+  turns, made, found = iter(trajectory.turns), 0, []
+  for segment in trajectory.segments:
+    found += [float(made)] * len(segment.token_ids)
+    if segment.origin == "policy":
+      turn = next(turns, None)
+      made += len(turn.calls) if turn else 0
+  return found
 
 
 def explained_variance(value, target, mask) -> jax.Array:

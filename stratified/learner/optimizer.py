@@ -105,6 +105,22 @@ def make(
   return optax.chain(optax.clip_by_global_norm(clip_norm), chains[name]())
 
 
+def beside(policy, critic) -> optax.GradientTransformation:
+  """Two optimizers in one, over {"policy": ..., "critic": ...}: each clips and counts by itself."""
+  both = {"policy": policy, "critic": critic}
+
+  def init(trained):
+    return {name: chain.init(trained[name]) for name, chain in both.items()}
+
+  def update(gradient, state, trained):
+    found = {
+      name: chain.update(gradient[name], state[name], trained[name]) for name, chain in both.items()
+    }
+    return tuple({name: one[part] for name, one in found.items()} for part in (0, 1))
+
+  return optax.GradientTransformation(init, update)
+
+
 def decayed(params):
   """Which weights decay (`weights.decays`): matrices do; norms and biases don't."""
   return jax.tree.map_with_path(lambda path, _: weights.decays(path[-1].key), params)

@@ -8,11 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratified import sharding
-from stratified.policy import decoder, lora
+from stratified.algorithms.base import Critic
+from stratified.policy import decoder, heads, lora
 from stratified.types import TrainState
 
 # The parts of a state that may lie in the host's memory between steps.
 HOST_PARTS = ("opt_state", "reference")
+
+
+def critic_weights(config: decoder.DecoderConfig, critic: Critic) -> dict[str, decoder.Weight]:
+  """Describes the critic's weights: its heads', and those of a body of its own."""
+  body = decoder.weights(config) if critic.body == "own" else {}
+  return body | heads.weights(config, critic.heads)
+
+
+def trained(state: TrainState):
+  """What the optimizer moves: the parameters, or {"policy": ..., "critic": ...}."""
+  if state.critic is None:
+    return state.params
+  return {"policy": state.params, "critic": state.critic}
 
 
 def init_state(
@@ -23,6 +37,7 @@ def init_state(
   *,
   with_reference: bool,
   adapter: lora.LoraConfig | None = None,
+  critic: Critic | None = None,
   seed: int = 0,
   host: Collection[str] = (),
 ) -> TrainState:
@@ -30,7 +45,7 @@ def init_state(
 
   The reference is a copy in the dtypes that a forward pass reads (`decoder.seen_dtype`). With an
   adapter `params` become the frozen weights, themselves the reference, and new adapters are what is
-  trained.
+  trained. A critic's own body is a float32 copy of `params`, its heads are zero.
   """
   place = lambda tree, table: {
     name: sharding.put(value, sharding.named(mesh, table[name].axes))
@@ -38,6 +53,7 @@ def init_state(
   }
   with jax.set_mesh(mesh):
     params, reference = place(params, decoder.weights(config)), None
+    beside = critic and _critic(config, critic, params, place)
     if adapter:
       new = lora.init(config, adapter, jax.random.key(seed))
       reference, params = params, place(new, lora.weights(config, adapter))
@@ -46,7 +62,9 @@ def init_state(
         name: jnp.array(x, decoder.seen_dtype(config, name), copy=True)
         for name, x in params.items()
       }
-    opt_state = jax.jit(optimizer.init)(params)
+    opt_state = jax.jit(optimizer.init)(
+      params if critic is None else {"policy": params, "critic": beside}
+    )
     zero = sharding.put(np.zeros((), np.int32), sharding.named(mesh, ()))
     state = TrainState(
       step=zero,
@@ -54,8 +72,17 @@ def init_state(
       opt_state=opt_state,
       reference=reference,
       skipped_in_a_row=jnp.copy(zero),
+      critic=beside,
     )
     return to_memory(state, host, jax.memory.Space.Host)
+
+
+def _critic(config: decoder.DecoderConfig, critic: Critic, params, place: Callable):
+  """The critic's weights at their start; its own body a copy of the policy `params`."""
+  table = heads.weights(config, critic.heads)
+  zero = place({name: np.zeros(w.shape, np.float32) for name, w in table.items()}, table)
+  body = params if critic.body == "own" else {}
+  return {name: jnp.array(x, jnp.float32, copy=True) for name, x in body.items()} | zero
 
 
 def abstract_state(
@@ -65,6 +92,7 @@ def abstract_state(
   *,
   with_reference: bool,
   adapter: lora.LoraConfig | None = None,
+  critic: Critic | None = None,
   host: Collection[str] = (),
 ) -> TrainState:
   """Describes the state's shapes, dtypes and shardings: what a checkpoint is restored into.
@@ -80,8 +108,13 @@ def abstract_state(
     name: struct(w.shape, jnp.float32, w.axes)
     for name, w in (lora.weights(config, adapter) if adapter else table).items()
   }
+  beside = critic and {
+    name: struct(w.shape, jnp.float32, w.axes) for name, w in critic_weights(config, critic).items()
+  }
   with jax.set_mesh(mesh):
-    shapes = jax.eval_shape(optimizer.init, params)
+    shapes = jax.eval_shape(
+      optimizer.init, params if critic is None else {"policy": params, "critic": beside}
+    )
   opt_state = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       x.shape, x.dtype, sharding=jax.NamedSharding(mesh, x.sharding.spec if x.sharding else jax.P())
@@ -96,9 +129,7 @@ def abstract_state(
   if adapter:
     reference = struct((len(table), 2), jnp.uint32, ())
   scalar = struct((), jnp.int32, ())
-  state = TrainState(
-    step=scalar, params=params, opt_state=opt_state, reference=reference, skipped_in_a_row=scalar
-  )
+  state = TrainState(scalar, params, opt_state, reference, skipped_in_a_row=scalar, critic=beside)
   there = lambda x: jax.ShapeDtypeStruct(
     x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")
   )

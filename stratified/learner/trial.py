@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratified import made_up
-from stratified.algorithms.base import Algorithm, Outputs
-from stratified.learner import batching
+from stratified.algorithms.base import Algorithm, Critic, Outputs
+from stratified.learner import batching, optimizer
 from stratified.losses import AGGREGATIONS
 from stratified.policy import heads
 from stratified.types import Batch
@@ -25,14 +25,7 @@ def check(algorithm: Algorithm, field: str, samples: int = 4) -> None:
   """
   who = f"{field}: {type(algorithm).__name__}"
   try:
-    heads.check(algorithm.HEADS)
-  except (TypeError, ValueError):
-    raise ValueError(
-      f"{who} asks for HEADS={algorithm.HEADS!r}; that must be a tuple of names, each once, out of "
-      f"{', '.join(sorted(heads.HEADS))} (stratified/policy/heads.py)"
-    ) from None
-  try:
-    problem = _problem(algorithm, samples)
+    problem = _wrong_critic(algorithm) or _problem(algorithm, samples)
   except (Exception, SystemExit) as error:
     text = " ".join(str(error).split())
     raise ValueError(
@@ -51,6 +44,22 @@ def _problem(algorithm: Algorithm, samples: int) -> str | None:
   before = made if algorithm.looks_before else None
   credit = jax.jit(functools.partial(algorithm.credit, step=0))(batch, before)
   return _wrong_credit(credit, batch) or _wrong_losses(algorithm, credit, batch, made)
+
+
+def _wrong_critic(algorithm: Algorithm) -> str | None:
+  critic = algorithm.critic
+  if critic is None:
+    return None
+  if not isinstance(critic, Critic):
+    return f"has the critic {critic!r}; it must be a Critic (stratified/algorithms/base.py) or None"
+  try:
+    heads.check(critic.heads)
+    optimizer.make(**critic.optimizer)
+  except (TypeError, ValueError) as error:
+    return f"has a critic that can't be: {' '.join(str(error).split())}"
+  if critic.body not in ("policy", "own"):
+    return f"has a critic with body={critic.body!r}; choose policy or own"
+  return None
 
 
 def _batch(algorithm: Algorithm, samples: int) -> Batch:
@@ -83,10 +92,10 @@ def _wrong_batch(batch: Batch) -> str | None:
 
 
 def _outputs(algorithm: Algorithm, shape: Sequence[int]) -> Outputs:
-  value = lambda x: jnp.full(shape, x, jnp.float32)
-  return Outputs(
-    value(-1.0), value(1.0), value(-1.1), {name: value(0.1) for name in algorithm.HEADS}
-  )
+  value = lambda x, *size: jnp.full((*shape, *size), x, jnp.float32)
+  sizes = algorithm.critic.heads if algorithm.critic else {}
+  of_heads = {name: value(0.1, *[size] * (size > 1)) for name, size in sizes.items()}
+  return Outputs(value(-1.0), value(1.0), value(-1.1), of_heads)
 
 
 def _wrong_credit(credit, batch: Batch) -> str | None:

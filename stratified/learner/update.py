@@ -71,8 +71,9 @@ def make_update(
     forward = functools.partial(_compare, model, adapter, algorithm.teacher, chunk)
   else:
     forward = functools.partial(
-      _forward, model, adapter, temperature, chunk, algorithm.learns_entropy
+      _forward, model, adapter, algorithm.critic, temperature, chunk, algorithm.learns_entropy
     )
+  alone_steps = algorithm.critic.alone_steps if algorithm.critic else 0
   several = settings.epochs * settings.mini_batches > 1
 
   def step(state: TrainState, batch: Batch):
@@ -85,20 +86,20 @@ def make_update(
     def one_update(state: TrainState, m):
       counts = _counts(batch, m, settings.mini_batches, credit.valid)
 
-      def loss_of(params, rows):
+      def loss_of(trained, rows):
         micro, micro_before, micro_credit = rows
         known = micro_before and micro_before.reference_logp
-        outputs = forward(params, state.reference, micro, reference_logp=known)
+        outputs = forward(trained, state.reference, micro, reference_logp=known)
         components = algorithm.losses(outputs, micro_before, micro_credit, micro)
         return _weighted(components, micro, counts)
 
       rows_at = functools.partial(_micro_batch, batch, before, by_token)
       first, last = (0 if settings.mini_batches == 1 else batch.first_m[m]), batch.first_m[m + 1]
-      gradient, loss, means, maxima = _accumulate(loss_of, state.params, rows_at, first, last)
-      state, skipped = _apply_if_finite(optimizer, state, gradient, loss)
+      trained = states.trained(state)
+      gradient, loss, means, maxima = _accumulate(loss_of, trained, rows_at, first, last)
+      state, skipped = _apply_if_finite(optimizer, state, gradient, loss, alone_steps)
       state = _follow(algorithm.teacher, state)
-      means["grad/norm"] = optax.global_norm(gradient)
-      return state, (means, maxima, skipped)
+      return state, (means | _norms(gradient, algorithm.critic), maxima, skipped)
 
     state, stats = _repeat(one_update, state, settings)
     stats |= credit.stats | _diagnostics(batch, credit.advantage_qk, num_strata, eps)
@@ -133,10 +134,10 @@ def _diagnostics(batch: Batch, advantage_qk, num_strata: int, eps: float) -> dic
 
 
 def _forward(
-  model, adapter, temperature, chunk, learns_entropy, params, reference, micro, *,
+  model, adapter, critic, temperature, chunk, learns_entropy, trained, reference, micro, *,
   reference_logp=None,
 ):  # fmt: skip
-  """The policy's Outputs on a micro-batch; `reference_logp` where it is known already."""
+  """The Outputs on a micro-batch; `reference_logp` where it is known already."""
 
   def log_probs_of(params):
     x = decoder.hidden(model, params, micro.token_art, micro.position_art, micro.segment_art)
@@ -145,13 +146,21 @@ def _forward(
       entropy_gradient=learns_entropy,
     )  # fmt: skip
 
+  params = trained["policy"] if critic else trained
   params = lora.join(adapter, reference, params) if adapter else params
   x, logp, entropy = log_probs_of(params)
-  # As a token's log-prob, its value is read off what stands before it.
-  extra = {name: _of_next(heads.outputs(model, params, name, x)) for name in model.heads}
+  extra = _heads(model, critic, trained["critic"], x, micro) if critic else {}
   if reference_logp is None and reference is not None:
     reference_logp = jax.lax.stop_gradient(log_probs_of(reference)[1])
   return Outputs(logp, entropy, reference_logp, extra)
+
+
+def _heads(model, critic, weights, x_policy, micro) -> dict[str, Any]:
+  """The outputs of the critic's heads at each token, read off what stands before it."""
+  x = x_policy
+  if critic.body == "own":
+    x = decoder.hidden(model, weights, micro.token_art, micro.position_art, micro.segment_art)
+  return {name: _of_next(heads.outputs(weights, name, x)) for name in critic.heads}
 
 
 def _compare(model, adapter, teacher, chunk, params, reference, micro, *, reference_logp=None):
@@ -192,7 +201,7 @@ def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
   """Outputs [A, R, T] of the state's parameters on all micro-batches, zeros where nothing lies."""
 
   def outputs(i):
-    return forward(state.params, state.reference, _micro_batch(batch, None, {}, i)[0])
+    return forward(states.trained(state), state.reference, _micro_batch(batch, None, {}, i)[0])
 
   def fill(i, filled):
     put = lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0)
@@ -287,12 +296,12 @@ def _weighted(components: dict[str, Loss], micro: Batch, counts: Counts):
   return functools.reduce(jnp.add, totals), (sums, maxima)
 
 
-def _accumulate(loss_of: Callable, params, rows_at: Callable, first, last):
+def _accumulate(loss_of: Callable, trained, rows_at: Callable, first, last):
   """(gradient, loss, means, maxima) over the micro-batches from `first` to before `last`."""
   gradient_of = jax.value_and_grad(loss_of, has_aux=True)
 
   def micro(i):
-    (loss, (sums, maxima)), gradient = gradient_of(params, rows_at(i))
+    (loss, (sums, maxima)), gradient = gradient_of(trained, rows_at(i))
     return gradient, (loss, sums), maxima
 
   def body(i, carry):
@@ -310,18 +319,42 @@ def _accumulate(loss_of: Callable, params, rows_at: Callable, first, last):
   return gradient, loss, means, maxima
 
 
-def _apply_if_finite(optimizer, state: TrainState, gradient, loss):
-  """(state after the optimizer's update, 0), or (state as it was, 1) where something overflowed."""
+def _apply_if_finite(optimizer, state: TrainState, gradient, loss, alone_steps: int = 0):
+  """(state after the optimizer's update, 0), or (state as it was, 1) where something overflowed.
+
+  In the first `alone_steps` steps the policy and its moments stay as they are.
+  """
   finite = jnp.isfinite(loss) & jnp.isfinite(optax.global_norm(gradient))
-  updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-  params = optax.apply_updates(state.params, updates)
-  keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+  trained = states.trained(state)
+  updates, opt_state = optimizer.update(gradient, state.opt_state, trained)
+  moved = optax.apply_updates(trained, updates)
+  keep = lambda when, new, old: jax.tree.map(lambda a, b: jnp.where(when, a, b), new, old)
+  if state.critic is None:
+    params, critic = keep(finite, moved, trained), None
+    opt_state = keep(finite, opt_state, state.opt_state)
+  else:
+    learns = {"policy": finite & (state.step >= alone_steps), "critic": finite}
+    opt_state = {
+      part: keep(learns[part], opt_state[part], state.opt_state[part]) for part in learns
+    }
+    params, critic = (keep(learns[part], moved[part], trained[part]) for part in learns)
   state = state._replace(
-    params=keep(params, state.params),
-    opt_state=keep(opt_state, state.opt_state),
+    params=params,
+    critic=critic,
+    opt_state=opt_state,
     skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
   )
   return state, 1.0 - finite
+
+
+def _norms(gradient, critic) -> dict[str, Any]:
+  """The gradient's norms before clipping: the policy's, and the critic's where there is one."""
+  if not critic:
+    return {"grad/norm": optax.global_norm(gradient)}
+  return {
+    "grad/norm": optax.global_norm(gradient["policy"]),
+    "value/grad_norm": optax.global_norm(gradient["critic"]),
+  }
 
 
 def _repeat(one_update: Callable, state: TrainState, settings: UpdateSettings):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stratified.learner import batching
+from stratified.learner import optimizer as optimizers
 from stratified.learner import state as states
 from stratified.planning import costs, hlo
 from stratified.policy import decoder
@@ -86,11 +87,12 @@ def state_of(plan: Plan):
     parts.optimizer,
     with_reference=parts.with_reference,
     adapter=parts.adapter,
+    critic=parts.stage.algorithm.critic,
     host=build.host_parts(plan.config),
   )
   if parts.adapter:  # a checkpoint holds only a fingerprint of the frozen weights
     frozen = states.abstract_state(
-      plan.mesh, plan.model, parts.optimizer, with_reference=False
+      plan.mesh, plan.model, optimizers.make(learning_rate=1.0, name="sgd"), with_reference=False
     ).params
     state = state._replace(
       reference={
@@ -145,6 +147,7 @@ def figures(plan: Plan) -> dict[str, Any]:
       "params": local_bytes(state.params),
       "reference": local_bytes(state.reference),
       "optimizer": local_bytes(state.opt_state),
+      "critic": local_bytes(state.critic),
       "batch": local_bytes(batch_of(plan)),
       "activations": memory.temp_size_in_bytes,
       "code": memory.generated_code_size_in_bytes,
@@ -222,6 +225,14 @@ def time_of(plan: Plan) -> dict[str, Any]:
   )
   useful = costs.model_flops(model, plan.rollouts * plan.tokens / shards, plan.tokens / 2)
   moved = costs.update_bytes(model, slots, plan.micro, shards, reference=kl)
+  critic = plan.parts.stage.algorithm.critic
+  if critic and critic.body == "own":  # its layers forward before the step, and in the update
+    again = {"none": 0, "dots": 0, "full": 1}[model.remat]
+    flops += (4 + again) * costs.forward_flops(model, slots, seen, logits=False)
+    useful += 3 * costs.forward_flops(
+      model, plan.rollouts * plan.tokens / shards, plan.tokens / 2, logits=False
+    )
+    moved += costs.update_bytes(model, slots, plan.micro, shards, reference=False)
   if plan.packing.teacher_length:  # its layers over its own rows, its logits at the policy's tokens
     longer = plan.packing.teacher_length / plan.packing.length
     layers = costs.forward_flops(model, slots * longer, seen * longer, logits=False)
@@ -347,7 +358,8 @@ def text(topology: str, plan: Plan, found: dict[str, Any], margin: float) -> str
     "per device in the update: "
     + ", ".join(
       f"{name} {gb(m[name])}"
-      for name in ("params", "reference", "optimizer", "batch", "activations", "code")
+      for name in ("params", "reference", "optimizer", "critic", "batch", "activations", "code")
+      if name != "critic" or m[name]
     )
     + f"; peak {gb(m['update'])}",
     f"per device in rollouts (training state beside it): weights {gb(s['params'])}, cache of "

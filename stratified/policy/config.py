@@ -5,7 +5,6 @@ import functools
 
 import jax
 
-from stratified.policy import heads as heads_of
 from stratified.policy.rotary import Scaling
 
 # What the backward pass recomputes: nothing; all but matrix products; a whole layer.
@@ -30,7 +29,6 @@ class DecoderConfig:
     weight, or by 1 + weight (`zero_centered_norms`). `qk_norm` norms each head of queries and keys,
     with `qk_norm_over_heads` all heads together.
   Scales: of attention scores (`attention_scale`, None is head_dim^-0.5) and of the embedding.
-  heads: extra outputs beside the vocabulary, names out of `heads.HEADS`.
   family: name of the Hugging Face family (`families.FAMILIES`) that it came from, so that it is
     written as that one again; "" is the first family that computes the same.
   dtype, remat, attention and unroll say how a pass runs, not what the decoder is.
@@ -59,7 +57,6 @@ class DecoderConfig:
   embedding_scale: float = 1.0
   activation: str = "silu"
   tied_embeddings: bool = True
-  heads: tuple[str, ...] = ()
   family: str = ""
   dtype: str = "float32"
   remat: str = "none"
@@ -84,7 +81,6 @@ class DecoderConfig:
       )
     if not (self.pre_norms or self.post_norms):
       raise ValueError("pre_norms=False needs post_norms=True: a block has one norm at least")
-    heads_of.check(self.heads)
 
   @property
   def layer_is_local(self) -> tuple[bool, ...]:

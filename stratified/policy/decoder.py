@@ -109,12 +109,12 @@ def empty_cache(config: DecoderConfig, lanes: int, length: int) -> Cache:
 def unstack(config: DecoderConfig, params: Params) -> Params:
   """Prepares parameters for `extend`: a forward pass's dtypes, layers as a tuple of trees.
 
-  Unrolled layers decode faster. Extra heads are left out.
+  Unrolled layers decode faster.
   """
   names, table = stacked_names(config, params), weights(config)
   cast = {name: value.astype(seen_dtype(config, name)) for name, value in params.items()}
   stacked = tuple({name: cast[name][i] for name in names} for i in range(config.num_layers))
-  outer = {name: cast[name] for name in table if name not in names and table[name].stored}
+  outer = {name: cast[name] for name in table if name not in names}
   return outer | {"layers": stacked}
 
 

@@ -1,41 +1,48 @@
-"""Extra outputs of a decoder beside the vocabulary: linear layers on its last hidden states.
+"""Extra outputs for each token: linear layers on a decoder's last hidden states.
 
-    config = dataclasses.replace(config, heads=("value",))
-    value_rt = values(config, params, decoder.hidden(config, params, ...))
+    sizes = {"value": 1}                                  # what a method asks for
+    table = weights(config, sizes)                        # value [width, 1], value_bias [1]
+    value_rtn = outputs(params, "value", decoder.hidden(config, ...))
 
-A head named NAME adds the weights NAME [width, outputs] and NAME_bias [outputs] to the decoder's
-table; both start at zero and stay float32. To add one, add its entry to HEADS. No Hugging Face
-model has them: export leaves them out, import starts them anew, and adapters train them whole.
+Both weights start at zero and stay float32. They lie beside the policy's parameters, never among
+them (`learner/state.py`): a sampler, an adapter and an export see the policy alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from stratified.policy import layers
-
-# Name of a head -> how many numbers it gives for each token.
-HEADS = {"value": 1}
+from stratified.policy.weights import DecoderConfig, ROWS, Weight
 
 
-def check(names: Sequence[str]) -> None:
-  """Raises ValueError for a head that does not exist, or is named twice."""
-  unknown = [name for name in names if name not in HEADS]
-  if unknown or len(set(names)) < len(names):
+def check(sizes: Mapping[str, int]) -> None:
+  """Raises ValueError for heads that can't be: {name: how many numbers of each token}."""
+  fits = lambda name, size: (
+    isinstance(name, str)
+    and name.isidentifier()
+    and not {name, f"{name}_bias"} & set(ROWS)
+    and isinstance(size, int)
+    and size >= 1
+  )
+  if not isinstance(sizes, Mapping) or not sizes or not all(map(fits, sizes, sizes.values())):
     raise ValueError(
-      f"heads={tuple(names)} must name each head once, out of {', '.join(sorted(HEADS))}"
+      f"heads={sizes!r} must be {{name: how many numbers of each token, at least 1}}, with names "
+      "that no weight of a decoder has"
     )
 
 
-def outputs(config, params, name: str, hidden_rtd) -> jax.Array:
-  """float32 [R, T, outputs] of a head: hidden W + b."""
-  if name not in config.heads:
-    raise ValueError(f"the decoder has no head {name!r}; its config says heads={config.heads}")
+def weights(config: DecoderConfig, sizes: Mapping[str, int]) -> dict[str, Weight]:
+  """Describes the heads' weights by name: NAME [width, size] and NAME_bias [size]."""
+  table = {}
+  for name, size in sizes.items():
+    table[name] = Weight((config.width, size), ("width", None), 0.0, "head", inputs=1)
+    table[f"{name}_bias"] = Weight((size,), (None,), 0.0, "bias")
+  return table
+
+
+def outputs(params, name: str, hidden_rtd) -> jax.Array:
+  """float32 [R, T, size] of a head: hidden W + b."""
   x = hidden_rtd.astype(jnp.float32)
   return layers.linear(x, params[name], ("width", None)) + params[f"{name}_bias"]
-
-
-def values(config, params, hidden_rtd) -> jax.Array:
-  """float32 [R, T]: the head "value" of each token's hidden state."""
-  return outputs(config, params, "value", hidden_rtd)[..., 0]

@@ -3,8 +3,7 @@
     x W' = x W + (alpha / r) (x A) B
 
 W stays frozen; A starts at random, B at zero, so that training starts from the policy W exactly.
-Adapters are a flat table like the decoder's own, `q_a`, `q_b`, .... The decoder's extra heads stand
-in it as they are: too small for an adapter, they are trained whole. A pass uses a table of both, in
+Adapters are a flat table like the decoder's own, `q_a`, `q_b`, .... A pass uses a table of both, in
 one of two forms:
 
     params = join(lora, frozen, adapters)           # training: thin products beside frozen ones
@@ -85,7 +84,7 @@ class LoraConfig:
 
 
 def weights(config: decoder.DecoderConfig, lora: LoraConfig) -> dict[str, decoder.Weight]:
-  """Lists the trained weights by name: adapters' factors in the order of layers, then extra heads.
+  """Lists the trained weights by name: adapters' factors in the order of layers.
 
   Raises ValueError where the rank is not below a layer's own: A B would hold more numbers than W.
   """
@@ -99,22 +98,16 @@ def weights(config: decoder.DecoderConfig, lora: LoraConfig) -> dict[str, decode
         f"{target} "
         "out of lora.targets"
       )
-  factors = {
+  return {
     name: weight
     for target in table
     if target in lora.targets
     for name, weight in adapter_weights(config, target, lora.rank).items()
   }
-  return factors | {name: table[name] for name in head_names(config)}
-
-
-def head_names(config: decoder.DecoderConfig) -> list[str]:
-  """Names the weights of the decoder's extra heads, which have no adapter and are trained whole."""
-  return [name for name, weight in decoder.weights(config).items() if weight.stored is None]
 
 
 def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> decoder.Params:
-  """Makes float32 adapters that change nothing yet, and extra heads at their start.
+  """Makes float32 adapters that change nothing yet.
 
   A is truncated normal of variance 1 / inputs, B is zero. A layer's A depends on the key and the
   layer alone, not on which others have adapters.
@@ -127,7 +120,7 @@ def init(config: decoder.DecoderConfig, lora: LoraConfig, key: jax.Array) -> dec
 
 
 def join(lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params) -> decoder.Params:
-  """Joins both in one table for `decoder.hidden`: alpha / r goes into A, heads are trained ones."""
+  """Joins both in one table for `decoder.hidden`: alpha / r goes into A."""
   factors = {f"{target}_a" for target in lora.targets}
   return frozen | {
     name: value * lora.scaling if name in factors else value for name, value in adapters.items()
@@ -137,12 +130,11 @@ def join(lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params) -> 
 def merge(
   config: decoder.DecoderConfig, lora: LoraConfig, frozen: decoder.Params, adapters: decoder.Params
 ) -> decoder.Params:
-  """Adds (alpha / r) A B to the decoder's weights, in float32, and takes its trained heads.
+  """Adds (alpha / r) A B to the decoder's weights, in float32.
 
   The result has the frozen weight's dtype.
   """
-  merged = frozen | {name: adapters[name] for name in head_names(config)}
-  table = decoder.weights(config)
+  merged, table = dict(frozen), decoder.weights(config)
   for target in lora.targets:
     # Of each of the layers l: inputs i or h k, outputs o ...; the einsum names them by their place.
     inputs = "abc"[: table[target].inputs]

@@ -1,6 +1,5 @@
 """The settings of a policy, and the decoder that they describe."""
 
-from collections.abc import Sequence
 import dataclasses
 
 from stratified.config import setting, Settings
@@ -67,22 +66,16 @@ class PolicySettings(Settings):
 
 
 def decoder_config(
-  settings: PolicySettings,
-  *,
-  vocab_size: int,
-  platform: str,
-  row_length: int,
-  heads: Sequence[str] = (),
+  settings: PolicySettings, *, vocab_size: int, platform: str, row_length: int
 ) -> DecoderConfig:
   """Describes the decoder of a run.
 
   vocab_size: the tokenizer's, for a decoder that is built here.
   platform ("cpu", "gpu" or "tpu"), row_length (packed tokens of a row): they pick the attention
     where that is left open.
-  heads: extra outputs that the method trains (`heads.HEADS`).
   """
   p = settings
-  run = dict(dtype=p.dtype, remat=p.remat, unroll=p.unroll, heads=tuple(heads))
+  run = dict(dtype=p.dtype, remat=p.remat, unroll=p.unroll)
   if p.checkpoint:
     model = families.load_config(p.checkpoint, **run)
   else:

@@ -16,7 +16,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from stratified.policy import families, heads
+from stratified.policy import families
 from stratified.policy.config import DecoderConfig
 
 Params = dict[str, Any]
@@ -25,7 +25,7 @@ Params = dict[str, Any]
 #   matrix     a linear layer: read in the decoder's dtype, decays, Muon's, may have an adapter;
 #   embedding  one row for each token: read in the decoder's dtype, decays;
 #   norm, bias few numbers: read in float32, do not decay;
-#   head       an extra output: read in float32, decays, adapters train it whole.
+#   head       an extra output beside the decoder (heads.py): read in float32, decays.
 Kind = Literal["matrix", "embedding", "norm", "bias", "head"]
 
 
@@ -152,16 +152,6 @@ ROWS: dict[str, Row] = {
 }
 
 
-def _head_rows() -> dict[str, Row]:
-  """Two rows for each extra head; no checkpoint of Hugging Face has them."""
-  rows = {}
-  for name, size in heads.HEADS.items():
-    when = lambda config, name=name: name in config.heads
-    rows[name] = Row(("width", size), "head", _zero, inputs=1, when=when)
-    rows[f"{name}_bias"] = Row((size,), "bias", _zero, when=when)
-  return rows
-
-
 def weights(config: DecoderConfig) -> dict[str, Weight]:
   """Lists the decoder's weights by name; those of layers are stacked along a leading axis."""
   c = config
@@ -169,7 +159,7 @@ def weights(config: DecoderConfig) -> dict[str, Weight]:
   sizes |= dict(heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
   names = families.names(config)
   table = {}
-  for name, row in (ROWS | _head_rows()).items():
+  for name, row in ROWS.items():
     if not row.when(config):
       continue
     shape = tuple(axis if isinstance(axis, int) else sizes[axis] for axis in row.axes)
@@ -219,18 +209,17 @@ def logical_axes(config: DecoderConfig) -> dict[str, tuple[str | None, ...]]:
 
 def kind(name: str) -> Kind | None:
   """The kind of a weight by its name alone; None for what is no decoder's (an adapter's factor)."""
-  row = (ROWS | _head_rows()).get(name)
-  return row.kind if row else None
+  return ROWS[name].kind if name in ROWS else None
 
 
 def decays(name: str) -> bool:
-  """Whether weight decay applies; an adapter's factors decay."""
-  return kind(name) not in ("norm", "bias")
+  """Whether weight decay applies; an adapter's factors and a head's weight decay, its bias not."""
+  return kind(name) not in ("norm", "bias") and not name.endswith("_bias")
 
 
 def seen_dtype(config: DecoderConfig, name: str) -> str:
-  """The dtype in which a forward pass reads a weight: norms, biases and heads stay float32."""
-  return "float32" if kind(name) in ("norm", "bias", "head") else config.dtype
+  """The dtype in which a forward pass reads a weight: norms and biases stay float32."""
+  return "float32" if kind(name) in ("norm", "bias") else config.dtype
 
 
 def linear_layers() -> dict[str, int]:

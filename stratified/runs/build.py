@@ -16,7 +16,7 @@ import jax
 from stratified import algorithms, sharding, strata
 from stratified.agents import agent
 from stratified.algorithms import AlgorithmSettings
-from stratified.algorithms.base import Algorithm, Stage
+from stratified.algorithms.base import Algorithm, Critic, Stage
 from stratified.algorithms.supervised import Supervised
 from stratified.config import read, Rule
 from stratified.data.tokenizer import Tokenizer
@@ -138,7 +138,6 @@ def assemble(config, mesh, model: decoder.DecoderConfig, *, task: bool = False) 
     opened.tokenizer.check_embedded(model.vocab_size)
   assign = partition(config, opened and opened.tool_names)
   method = algorithm(config, assign.num_strata)
-  model = dataclasses.replace(model, heads=method.HEADS)
   trained = stages(config, mesh, model, method, assign.num_strata)
   reward = named.reward(config, opened) if opened else None
   return Run(config, mesh, model, assign, method, trained, opened, reward)
@@ -187,8 +186,11 @@ def initial_params(
   return decoder.init(model, jax.random.key(config.seed))
 
 
-def optimizer(config, *, warm_start: bool = False):
-  """Makes the optimizer of reinforcement learning, or the warm start's with a cosine decay."""
+def optimizer(config, *, warm_start: bool = False, critic: Critic | None = None):
+  """Makes the optimizer of reinforcement learning, or the warm start's with a cosine decay.
+
+  critic: has one of its own beside it.
+  """
   o, w = config.optimizer, config.warm_start
   if warm_start:
     return optimizers.make(
@@ -203,8 +205,12 @@ def optimizer(config, *, warm_start: bool = False):
     )
   settings = dataclasses.asdict(read(optimizers.OptimizerSettings, config))
   # A step of the config is a rollout batch; the schedule counts updates.
-  settings["warmup_steps"] *= config.update.epochs * config.update.mini_batches
-  return optimizers.make(**settings)
+  updates = config.update.epochs * config.update.mini_batches
+  of_steps = lambda given: given | {"warmup_steps": updates * given.get("warmup_steps", 0)}
+  chain = optimizers.make(**of_steps(settings))
+  return (
+    optimizers.beside(chain, optimizers.make(**of_steps(critic.optimizer))) if critic else chain
+  )
 
 
 def partition(config, tools=None) -> strata.Partition:
@@ -251,7 +257,7 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
     if stage.source == "pairs":
       found.append(on_pairs(config, mesh, model, stage, first))
     else:
-      chain = optimizer(config)
+      chain = optimizer(config, critic=stage.algorithm.critic)
       learn = update.make_update(
         mesh,
         model,

@@ -66,6 +66,7 @@ class Weights:
       self.optimizer,
       with_reference=self.parts.with_reference and reference is None,
       adapter=self.adapter,
+      critic=self.parts.stage.algorithm.critic,
       seed=self.config.seed,
       host=self.host,
     )
@@ -80,6 +81,7 @@ class Weights:
       self.optimizer,
       with_reference=self.parts.with_reference,
       adapter=self.adapter,
+      critic=self.parts.stage.algorithm.critic,
       host=self.host,
     )
 

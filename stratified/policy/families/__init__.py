@@ -24,8 +24,8 @@ FAMILIES: dict[str, Family] = {
   for module in (llama, qwen2, qwen3, mistral, ministral, gemma3, olmo2)
 }
 
-# Fields that say how a decoder is run, or what it has beside the model; config.json has none.
-_OF_THE_RUN = ("heads", "family", "dtype", "remat", "attention", "unroll")
+# Fields that say how a decoder is run, and whose it was; config.json has none.
+_OF_THE_RUN = ("family", "dtype", "remat", "attention", "unroll")
 
 
 def names(config: DecoderConfig) -> Mapping[str, str]:
@@ -44,7 +44,7 @@ def _kind_of(config: DecoderConfig) -> str:
 
 
 def load_config(directory: str | os.PathLike, **overrides) -> DecoderConfig:
-  """Reads `directory`/config.json; `overrides` replace fields (dtype, remat, attention, heads).
+  """Reads `directory`/config.json; `overrides` replace fields (dtype, remat, attention).
 
   Raises FileNotFoundError without a config.json, and ValueError naming the value that the decoder
   does not implement: another architecture, a window where its architecture has none, rotary scaling

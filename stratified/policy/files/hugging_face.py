@@ -67,8 +67,7 @@ def load_params(
   sharding_of: the sharding to put each named weight on; None is the default device.
 
   Reads only what this process's devices hold of a weight, one device's part after the other: the
-  host never holds more than one such part beside the result. What no directory has (extra heads)
-  starts anew, in float32 where `dtype` does not say.
+  host never holds more than one such part beside the result.
 
   Raises FileNotFoundError where a file is missing; ValueError where one is truncated, or a tensor
   is missing, has another shape than `config` says, is quantised, or has no place in the decoder.
@@ -82,17 +81,9 @@ def load_params(
     for name, weight in decoder.weights(config).items():
       sharding = sharding_of(name) if sharding_of else None
       kind = dtype[name] if isinstance(dtype, Mapping) else dtype
-      read = (
-        functools.partial(_read, files, weight, kind) if weight.stored else _start(weight, kind)
-      )
+      read = functools.partial(_read, files, weight, kind)
       params[name] = _placed(read, weight.shape, sharding)
     return params
-
-
-def _start(weight: Weight, dtype) -> Callable[[tuple[slice, ...]], np.ndarray]:
-  """Reads rectangles of a weight that no directory has."""
-  whole = np.asarray(decoder.initial(weight, jax.random.key(0)), dtype or np.float32)
-  return lambda region: whole[region]
 
 
 def stored_dtypes(directory: Path) -> dict[str, str]:
@@ -114,8 +105,6 @@ def _tensors_of(config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 def _parts(weight: Weight) -> Iterator[tuple[Any, str]]:
   """(index into the stacked weight, the directory's name) of each tensor that makes it up."""
-  if weight.stored is None:
-    return iter([])
   if not weight.stacked:
     return iter([(..., weight.stored)])
   return ((n, weight.stored.format(n=n)) for n in range(weight.shape[0]))
@@ -264,8 +253,8 @@ def save(
   shard_bytes: the most that a file holds; the weights are then several files with an index. None
     makes one file.
 
-  Weights are written one layer at a time and appear under their names when they are whole. Extra
-  heads are left out. With several processes every one must call; the first writes.
+  Weights are written one layer at a time and appear under their names when they are whole.
+  With several processes every one must call; the first writes.
   """
   directory = pathlib.Path(directory)
   stored = {name: shape for _, name, shape in _tensors_of(config)}
@@ -276,8 +265,7 @@ def save(
   )
   safetensors.check_dtypes(sorted(set(dtypes.values())))
   table = decoder.weights(config)
-  needed = {name for name, weight in table.items() if weight.stored}
-  wrong = sorted(needed - set(params) | set(params) - set(table)) or [
+  wrong = sorted(set(table) ^ set(params)) or [
     name for name, value in params.items() if value.shape != table[name].shape
   ]
   if wrong:

@@ -34,9 +34,8 @@ def save(
   """Writes adapters that peft.PeftModel loads beside the model `base`, a directory or a hub's name.
 
   dtype: float32, bfloat16 or float16. Raises ValueError for another, for a value that it can't
-  hold, and for adapters that are not those of `config` and `lora`. Extra heads, which are trained
-  whole beside adapters, are left out. With several processes every one must call; the first
-  writes.
+  hold, and for adapters that are not those of `config` and `lora`. With several processes every
+  one must call; the first writes.
   """
   directory, table = pathlib.Path(directory), adapters_.weights(config, lora)
   safetensors.check_dtypes([dtype])
