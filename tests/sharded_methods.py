@@ -26,11 +26,18 @@ CONFIG = decoder_config(
 )
 FACTS = Facts(num_strata=3, samples_per_question=3, max_tokens=24, max_turns=3)
 TWICE = update.UpdateSettings(mini_batches=2)
-METHODS, MESHES = ("ppo", "gigpo"), [(1, 1, 1), (2, 2, 2)]
+# Name -> (method, settings of a class of its own by name of the class).
+METHODS = {
+  "ppo": ("ppo", {}),
+  "ppo_own": ("ppo", {"CriticSettings": {"body": "own", "by_calls": True, "level": "turn"}}),
+  "gigpo": ("gigpo", {}),
+}
+MESHES = [(1, 1, 1), (2, 2, 2)]
 
 
 def take_step(name, sizes):
-  algorithm = make(name, lambda cls: cls(), FACTS)
+  method, settings = METHODS[name]
+  algorithm = make(method, lambda cls: cls(**settings.get(cls.__name__, {})), FACTS)
   mesh, chain = sharding.make_mesh(*sizes), optimizer.make(name="sgd", learning_rate=0.1)
   chain = optimizer.beside(chain, chain) if algorithm.critic else chain
   learn = update.make_update(mesh, CONFIG, chain, algorithm, settings=TWICE, num_strata=3)
@@ -47,6 +54,8 @@ def take_step(name, sizes):
   )
   state, stats = learn(state, batching.place(mesh, batch))
   found = {f"params/{key}": np.asarray(x) - params[key] for key, x in state.params.items()}
+  for key, value in (state.critic or {}).items():
+    found[f"critic/{key}"] = np.asarray(value) - params.get(key, 0)
   return found | {f"stats/{key}": np.asarray(value) for key, value in stats.items()}
 
 

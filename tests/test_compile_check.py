@@ -35,6 +35,7 @@ def test_a_report_names_memory_collectives_and_nothing_unexpected(tmp_path):
     "--tokens=100",
     f"--json={tmp_path / 'found.json'}",
     **{"mesh.fsdp": 2, "policy.logit_chunk": 64, "data.questions_per_step": 4},
+    **{"algorithm.name": "ppo", "ppo.body": "own"},
   )
   assert done.returncode == 0, done.stderr[-2000:]
   found = json.loads((tmp_path / "found.json").read_text())
@@ -42,10 +43,11 @@ def test_a_report_names_memory_collectives_and_nothing_unexpected(tmp_path):
   # float32 masters halved by fsdp, but for the norms, which every device holds; AdamW or Muon keeps
   # at least one moment.
   assert 2 * found["parameters"] <= found["memory"]["params"] < 2.2 * found["parameters"]
-  assert (
-    found["memory"]["optimizer"] >= found["memory"]["params"]
-    and found["memory"]["update"] > found["memory"]["params"]
-  )
+  memory = found["memory"]
+  assert memory["params"] < memory["critic"] < 1.1 * memory["params"]  # a body and a head
+  assert memory["optimizer"] >= memory["params"] + 2 * memory["critic"]  # its moments are AdamW's
+  held = sum(memory[name] for name in ("params", "reference", "critic", "optimizer", "batch"))
+  assert memory["update"] > held
   assert any(c["kind"] == "all-gather" and c["sent"] > 0 for c in found["collectives"])
   for text in ("mesh 2x2x1", "per device in the update", "collectives of an update"):
     assert text in done.stdout
