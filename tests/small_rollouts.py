@@ -116,6 +116,7 @@ def collate(
   micro=None,
   mini_batches: int = 1,
   algorithm=None,
+  parts=None,
 ):
   """A batch with rewards and strata of a fixed pattern unless given."""
   count = len(groups) * len(groups[0])
@@ -136,6 +137,7 @@ def collate(
     rewards=rewards,
     strata=strata,
     num_strata=num_strata,
+    parts=parts,
   )
 
 

@@ -48,11 +48,12 @@ def made():
 def jax_loss(algorithm, batch, logp, before, reference_logp):
   """(loss, gradient in the log-probs, stats) as the update makes them of its only micro-batch."""
   one = lambda x: Outputs(x, jnp.zeros_like(x), jnp.asarray(reference_logp), {})
-  credit = algorithm.credit(batch, None, 0)
+  of_step = Outputs(*(jnp.asarray(x)[None] for x in (before, before, reference_logp)), {})
+  credit = algorithm.credit(batch, of_step, 0)
   micro, _, by_token = update._micro_batch(
     batch, None, {"advantage": update.flat(credit.token["advantage"])}, 0
   )
-  counts = update._counts(batch, 0, 1)
+  counts = update._counts(batch, 0, 1, credit.valid)
 
   def loss(x):
     losses = algorithm.losses(one(x), one(jnp.asarray(before)), by_token, micro)
@@ -63,16 +64,31 @@ def jax_loss(algorithm, batch, logp, before, reference_logp):
   return value, gradient, {key: total / mass for key, total in sums["policy"].items()} | maxima
 
 
-def numpy_loss(batch, logp, before, reference_logp, estimator, aggregation, kl, clip, importance):
+def numpy_loss(
+  batch, logp, before, reference_logp, estimator, aggregation, kl, clip, importance, *,
+  kl_in="loss", filtered=False,
+):  # fmt: skip
   """The same in float64, one token after the other."""
   reward, stratum, valid = (
     np.float64(x) for x in (batch.reward_qk, batch.stratum_qk, batch.valid_qk)
   )
-  advantage = np.stack(
-    [reference.GROUP[estimator](r, s.astype(int), v) for r, s, v in zip(reward, stratum, valid)]
-  ).reshape(-1)
   mask, index = batch.policy_art[0] > 0, batch.trajectory_art[0]
   logp, before, ref = (np.float64(x) for x in (logp, before, reference_logp))
+  coefficient, kind = kl
+  if kl_in == "reward":
+    for r, t in zip(*np.nonzero(mask)):
+      x = ref[r, t] - before[r, t]
+      each = {"k1": -x, "k2": x**2 / 2, "k3": np.exp(x) - 1 - x}[kind]
+      reward[np.unravel_index(index[r, t], reward.shape)] -= coefficient * each
+    coefficient = 0.0
+  advantage_qk = np.stack(
+    [reference.GROUP[estimator](r, s.astype(int), v) for r, s, v in zip(reward, stratum, valid)]
+  )
+  if filtered:  # what is without signal is no part of the batch
+    signal_q = (advantage_qk != 0).any(axis=1)
+    valid = valid * signal_q[:, None]
+    mask = mask & signal_q[index // K]
+  advantage = advantage_qk.reshape(-1)
   sampler = np.float64(batch.sampler_logp_art[0])
   lengths = {i: (mask & (index == i)).sum() for i in range(Q * K)}
   trajectories, tokens = valid.sum(), mask.sum()
@@ -104,7 +120,6 @@ def numpy_loss(batch, logp, before, reference_logp, estimator, aggregation, kl, 
       whole = importance.get("importance") == "sequence"
       gap = gap[r][own].sum() if whole else gap[r, t]
       correction = min(np.exp(gap), importance["importance_cap"])
-    coefficient, kind = kl
     x = ref[r, t] - logp[r, t]
     value, dx = {
       "k1": (-x, -1.0), "k2": (x**2 / 2, x), "k3": (np.exp(x) - 1 - x, np.exp(x) - 1)
@@ -151,3 +166,32 @@ def test_the_reference_tells_choices_apart(made):
   value = lambda choice: numpy_loss(batch, logp, before, reference_logp, **choice)[1]
   for name, other in others.items():
     assert np.abs(value(base) - value(base | {name: other})).max() > 1e-3, name
+
+
+@pytest.mark.parametrize("kl", [KL[1], KL[3]], ids=str)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_kl_in_the_reward_and_filtered_groups_are_those_of_the_loop(made, aggregation, kl):
+  """One question's rewards are all equal: without KL in the reward it is filtered, with it not."""
+  batch, *logps = made
+  rewards = batch.reward_qk.copy()
+  rewards[0] = 0.5
+  rewards[1, :2] = 0, 1
+  batch, found = batch._replace(reward_qk=rewards), []
+  for options in (
+    dict(kl_in="reward"), dict(filter_groups=True), dict(kl_in="reward", filter_groups=True)
+  ):  # fmt: skip
+    algorithm = family(
+      "gn", max_tokens=MAX_TOKENS, aggregation=aggregation, kl_coefficient=kl[0],
+      kl_estimator=kl[1], **CLIPS[1], **options,
+    )  # fmt: skip
+    value, gradient, _ = jax_loss(algorithm, batch, *logps)
+    total, slope, _ = numpy_loss(
+      batch, *logps, "gn", aggregation, kl, CLIPS[1], {},
+      kl_in=options.get("kl_in", "loss"), filtered=options.get("filter_groups", False),
+    )  # fmt: skip
+    np.testing.assert_allclose(value, total, rtol=2e-5, atol=2e-6, err_msg=str(options))
+    np.testing.assert_allclose(gradient, slope, rtol=2e-4, atol=2e-6, err_msg=str(options))
+    found.append(gradient)
+  index = batch.trajectory_art[0]
+  assert not found[1][index // K == 0].any() and found[0][(index // K == 0)].any()
+  np.testing.assert_array_equal(found[0], found[2])  # nothing was left to filter

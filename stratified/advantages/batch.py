@@ -38,17 +38,20 @@ def gn_batch(reward_qk, stratum_qk, *, num_strata, mask_k=None, eps=1e-6, ddof=0
 
 
 @jax.jit
-def gdpo(reward_qkp, mask_qk, *, eps=1e-6, ddof=0):
-  """Whitened over the batch: the sum over parts p of (R_p - mean) / (std + eps) in the question.
+def gdpo(reward_qkp, mask_qk, *, weight_p=None, eps=1e-6, ddof=0):
+  """Sums w_p (R_p - mean) / (std + eps) in the question over parts p, then whitens over the batch.
 
-  reward_qkp: [Q, K, P], the parts of each rollout's reward, each with its weight. A plain sum of
-  parts lets the one that varies most hide the others. mask_qk is [Q, K]; masked entries get 0.
-  Source: GDPO, arXiv 2601.05242.
+  reward_qkp: [Q, K, P], the parts of each rollout's reward. A plain sum of parts lets the one that
+  varies most hide the others. weight_p: [P] the weight of each part, 1 unless given; it counts
+  after the division. mask_qk is [Q, K]; masked entries get 0. Source: GDPO, arXiv 2601.05242.
   """
   chex.assert_rank([reward_qkp, mask_qk], [3, 2])
-  stratum_qk = jnp.zeros(mask_qk.shape, jnp.int32)
+  stratum_qk = jnp.zeros_like(mask_qk, dtype=jnp.int32)  # sharded as the mask is
   options = dict(num_strata=1, eps=eps, ddof=ddof)
   one = lambda r_k, s_k, m_k: group.gn(r_k, s_k, mask_k=m_k, **options)
   parts = jax.vmap(jax.vmap(one), in_axes=(2, None, None), out_axes=2)
-  total_qk = parts(reward_qkp, stratum_qk, mask_qk).sum(axis=2)
-  return group.gn(total_qk, stratum_qk, mask_k=mask_qk, over="batch", **options)
+  found_qkp = parts(reward_qkp, stratum_qk, mask_qk)
+  total_qk = (found_qkp if weight_p is None else found_qkp * weight_p).sum(axis=2)
+  # Its mean is 0 in every question already; none is taken off, so that zeros stay exact.
+  g = segments.prepare(total_qk, stratum_qk, mask_qk, 1, "batch")
+  return segments.over_deviation(g.reward, segments.deviation(g.group, g.reward, ddof), eps)

@@ -15,6 +15,7 @@ from stratified.config import setting, Settings
 
 GROUP = group.ESTIMATORS
 BATCH = {"reinforce_batch": batch.reinforce_batch, "gn_batch": batch.gn_batch}
+PARTS = {"gdpo": batch.gdpo}  # estimators that take the reward's parts
 # What every estimator may be given: `match_rms` wraps it, and every config has an alpha.
 COMMON = ("match_rms", "alpha")
 SCHEDULE = ("alpha_end", "alpha_steps")
@@ -95,18 +96,29 @@ class AdvantageSettings(Settings):
     """Whether a rollout is compared with others of its question alone."""
     return self.name not in (*BATCH, "reinforce") and self.over != "batch"
 
+  @property
+  def wants_parts(self) -> bool:
+    """Whether the estimator takes the reward's parts in place of their sum."""
+    return self.name in PARTS
+
+  @property
+  def crosses_questions(self) -> bool:
+    """Whether other questions' rollouts decide if a group's advantages are all 0."""
+    return self.name == "reinforce_batch" or self.over == "batch"
+
 
 def kernel_of(name: str) -> Callable:
   """The kernel of that name; raises ValueError, one sentence, where there is none."""
-  if name in GROUP | BATCH:
-    return (GROUP | BATCH)[name]
+  known = GROUP | BATCH | PARTS
+  if name in known:
+    return known[name]
   if ":" in name:
     return from_outside(name)
   hint = "; gae and gigpo work on turns or tokens: algorithm.name=ppo, gigpo"
-  known = ", ".join(sorted(GROUP | BATCH))
   raise ValueError(
-    f"advantage.name={name!r} is no estimator over rewards; choose one of {known}, or name your "
-    f"own as module:function{hint if name in ('gae', 'gigpo') else ''}"
+    f"advantage.name={name!r} is no estimator over rewards; choose one of "
+    f"{', '.join(sorted(known))}, or name your own as module:function"
+    f"{hint if name in ('gae', 'gigpo') else ''}"
   )
 
 
@@ -159,9 +171,10 @@ def alpha_at(step, alpha=1.0, alpha_end=None, alpha_steps=None):
 def make(
   name: str, *, num_strata: int, samples_per_question: int | None = None, **given: Any
 ) -> Callable:
-  """`estimate(reward_qk, stratum_qk, valid_qk, step, length_qk=None) -> advantage_qk`, by name.
+  """Makes estimate(reward_qk, stratum_qk, valid_qk, step, length_qk=None, ...) -> advantage_qk.
 
-  It is jittable; length_qk, the policy tokens of each rollout, is read by `opo` alone.
+  It is jittable; length_qk, the policy tokens of each rollout, is read by `opo` alone; parts_qkp
+  and weight_p, the reward's parts and their weights, by `gdpo`.
 
   name        a group kernel (vmapped over questions) or a batch kernel
   num_strata  stratum ids lie in [0, num_strata)
@@ -198,7 +211,9 @@ def estimator(settings: AdvantageSettings, *, num_strata: int, alpha: Any = None
 
   by_length = "length_k" in parameters
 
-  def estimate(reward_qk, stratum_qk, valid_qk, step, length_qk=None):
+  def estimate(
+    reward_qk, stratum_qk, valid_qk, step, length_qk=None, parts_qkp=None, weight_p=None
+  ):
     now = {"alpha": alpha_at(step, **schedule)} if scheduled else {}
 
     def one(reward, stratum, valid, *length):
@@ -207,7 +222,11 @@ def estimator(settings: AdvantageSettings, *, num_strata: int, alpha: Any = None
 
     lengths = (length_qk,) if by_length and length_qk is not None else ()
     each = jax.vmap(one) if by_question else one
-    advantage_qk = each(reward_qk, stratum_qk, valid_qk, *lengths)
+    if settings.wants_parts:
+      parts_qkp = jnp.asarray(reward_qk)[..., None] if parts_qkp is None else parts_qkp
+      advantage_qk = kernel(parts_qkp, valid_qk, weight_p=weight_p, **own)
+    else:
+      advantage_qk = each(reward_qk, stratum_qk, valid_qk, *lengths)
     if settings.match_rms is None:
       return advantage_qk
     target_qk = jax.vmap(lambda r_k, s_k, valid_k: gn(r_k, s_k, mask_k=valid_k))(

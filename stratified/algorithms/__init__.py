@@ -40,6 +40,7 @@ class Facts(NamedTuple):
   max_tokens: int
   max_turns: int  # generations of a rollout at most
   questions_per_step: int = 1
+  part_weights: tuple[float, ...] = (1.0,)  # of the reward's parts, in their order
 
 
 def make(name: str, read: Callable[[type], Settings], facts: Facts) -> Algorithm:

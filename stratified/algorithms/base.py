@@ -99,6 +99,11 @@ class Algorithm:
     return None
 
   @property
+  def num_parts(self) -> int:
+    """How many parts of the reward `credit` reads, in array_qk["reward_parts"] [Q, K, P]."""
+    return 0
+
+  @property
   def critic(self) -> "Critic | None":
     """What is trained beside the policy; None for a method without."""
     return None
@@ -122,6 +127,14 @@ class Algorithm:
   ) -> dict[str, np.ndarray]:
     """{name: [Q, K, ...]} of whatever else `credit` needs; shapes must not change over a run."""
     return {}
+
+  def has_signal(self, groups, rewards, strata, step: int, parts=None) -> list[bool]:
+    """Whether each question's rollouts have an advantage that is not 0, on the host.
+
+    A group without is sampled anew where `loss.resample_groups` says so. rewards, strata: [Q][K];
+    parts: [Q][K][P], for a method that reads the reward's parts.
+    """
+    return [True] * len(groups)
 
   def credit(self, batch: Batch, before: Outputs | None, step: Any) -> Credit:
     """Advantages and targets from the batch's rewards, in the jitted step."""

@@ -60,7 +60,7 @@ class Gigpo(Algorithm):
         "with; sample at least 2"
       )
     loss = read(PolicyLossSettings)
-    loss.refuse("gigpo", "filter_groups", "kl_in", "overlong_tokens")
+    loss.refuse("gigpo", "filter_groups", "resample_groups", "kl_in", "overlong_tokens")
     return cls(read(GigpoSettings), loss, facts.max_tokens, facts.max_turns)
 
   @property

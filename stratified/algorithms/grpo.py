@@ -7,8 +7,10 @@ GSPO, CISPO, SAPO, GMPO of it; `likelihood.coefficient` adds LLDS.
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,15 +39,27 @@ class Grpo(Algorithm):
   num_strata: int
   max_tokens: int
   preserve: likelihood.LikelihoodSettings = likelihood.LikelihoodSettings()
+  part_weights: tuple[float, ...] = (1.0,)
 
   @classmethod
   def make(cls, read, facts) -> "Grpo":
-    """Raises ValueError where the estimator has nothing to work on in groups of this size."""
+    """Raises ValueError for options that undo each other, and where groups are too small."""
     advantage, loss = read(advantages.AdvantageSettings), read(PolicyLossSettings)
     advantage.check_samples(facts.samples_per_question)
     loss.check_overlong(facts.max_tokens)
-    preserve = read(likelihood.LikelihoodSettings)
-    return cls(advantage, loss, facts.num_strata, facts.max_tokens, preserve)
+    if loss.resample_groups and advantage.crosses_questions:
+      raise ValueError(
+        f"loss.resample_groups={loss.resample_groups} asks of each question whether its advantages "
+        f"are 0, but advantage.name={advantage.name!r} compares it with the batch's others; set it "
+        "to 0, or choose an estimator over the question's own rollouts"
+      )
+    if advantage.wants_parts and loss.kl_in == "reward":
+      raise ValueError(
+        f"loss.kl_in='reward' with advantage.name={advantage.name!r}, which divides each part of "
+        "the reward by its own deviation: the KL is none; leave it in the loss"
+      )
+    preserve, weights = read(likelihood.LikelihoodSettings), facts.part_weights
+    return cls(advantage, loss, facts.num_strata, facts.max_tokens, preserve, weights)
 
   @property
   def STREAMS(self) -> tuple[str, ...]:
@@ -60,6 +74,10 @@ class Grpo(Algorithm):
   @property
   def learns_entropy(self) -> bool:
     return self.loss.entropy_coefficient > 0
+
+  @property
+  def num_parts(self) -> int:
+    return len(self.part_weights) if self.advantage.wants_parts else 0
 
   def streams(self, trajectory, reward) -> dict[str, list[float]]:
     """1 on policy tokens in both losses, and which of them answer."""
@@ -78,6 +96,37 @@ class Grpo(Algorithm):
       found["calls"] = each(lambda t: 0 if t.fault is not None else t.num_calls())
     return found
 
+  def has_signal(self, groups, rewards, strata, step, parts=None) -> list[bool]:
+    """Likewise, before any KL in the reward; group by group, so that one shape is compiled."""
+    found = []
+    for q, group in enumerate(groups):
+      lost = [t.fault is not None for t in group]
+      array_qk = {name: x for name, x in self.arrays([group], rewards[q : q + 1]).items()}
+      if self.num_parts:
+        array_qk["reward_parts"] = np.float32(parts[q : q + 1])
+      advantage_qk = _advantage(
+        self,
+        np.float32(rewards[q : q + 1]) + array_qk.get("overlong", np.float32(0)),
+        np.int32(strata[q : q + 1]),
+        1 - np.float32([lost]),
+        np.float32(step),
+        np.float32([[t.num_policy_tokens for t in group]]),
+        array_qk,
+      )
+      found.append(bool((np.asarray(advantage_qk) != 0).any()))
+    return found
+
+  def estimate(self, reward_qk, stratum_qk, valid_qk, step, length_qk, array_qk):
+    """The advantages of rewards; of their parts, the length's penalty one of them, by gdpo."""
+    estimate, more = advantages.estimator(self.advantage, num_strata=self.num_strata), {}
+    if self.num_parts:
+      parts_qkp, weight_p = array_qk["reward_parts"], self.part_weights
+      if "overlong" in array_qk:
+        parts_qkp = jnp.concatenate([parts_qkp, array_qk["overlong"][..., None]], axis=-1)
+        weight_p += (1.0,)
+      more = {"parts_qkp": parts_qkp, "weight_p": jnp.float32(weight_p)}
+    return estimate(reward_qk, stratum_qk, valid_qk, step, length_qk, **more)
+
   def credit(self, batch, before, step) -> Credit:
     """A = estimator(R, strata), for every token of a rollout alike.
 
@@ -92,9 +141,9 @@ class Grpo(Algorithm):
       penalty_qk = by_rollout(penalty, batch.trajectory_art, reward_qk.shape)
       reward_qk -= penalty_qk
       stats["reward/kl_penalty"] = mean_of(penalty_qk, batch.valid_qk)
-    estimate = advantages.estimator(self.advantage, num_strata=self.num_strata)
-    length_qk = batch.mass_qk["policy"]
-    advantage_qk = estimate(reward_qk, batch.stratum_qk, batch.valid_qk, step, length_qk)
+    advantage_qk = self.estimate(
+      reward_qk, batch.stratum_qk, batch.valid_qk, step, batch.mass_qk["policy"], batch.array_qk
+    )
     token, valid = {"advantage": advantage_qk}, {}
     if self.loss.filter_groups:
       signal_q1 = (advantage_qk != 0).any(axis=1, keepdims=True)
@@ -123,6 +172,9 @@ class Grpo(Algorithm):
         self.preserve, outputs.logp, old_logp, credit, micro
       )
     return found
+
+
+_advantage = functools.partial(jax.jit, static_argnums=0)(Grpo.estimate)
 
 
 def mean_of(x_qk, valid_qk):

@@ -67,6 +67,13 @@ class PolicyLossSettings(Settings):
   filter_groups: bool = setting(
     False, "grpo: groups without advantage count in no loss and no divisor (DAPO)", affects=TRAINING
   )
+  resample_groups: int = setting(
+    0,
+    "grpo: how often a question without advantage gives way to another before the update (DAPO)",
+    low=0,
+    high=100,
+    affects=TRAINING,
+  )
   reject_below: float | None = setting(
     None,
     "a rollout whose geometric mean ratio of trainer to sampler is less is left out of the loss",

@@ -89,7 +89,7 @@ class Ppo(Algorithm):
   @classmethod
   def make(cls, read, facts) -> "Ppo":
     loss = read(PolicyLossSettings)
-    loss.refuse("ppo", "filter_groups")
+    loss.refuse("ppo", "filter_groups", "resample_groups")
     loss.check_overlong(facts.max_tokens)
     return cls(read(CriticSettings), loss, facts.max_tokens, facts.max_turns)
 

@@ -119,10 +119,12 @@ def collate(
   rewards: Sequence[Sequence[float]],
   strata: Sequence[Sequence[int]],
   num_strata: int,
+  parts: Sequence[Sequence[Sequence[float]]] | None = None,
   prompts: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> Batch:
   """Makes a Batch of NumPy arrays; `groups`, `rewards`, `strata` are [Q][K], all groups of size K.
 
+  parts: [Q][K][P] the rewards' parts, for a method that reads them; zeros where not given.
   prompts: [Q][K] token ids that a teacher reads in place of a rollout's own prompt.
 
   A rollout with a fault takes no tokens and is masked in every statistic. Raises ValueError for a
@@ -171,12 +173,22 @@ def collate(
     stream_art={name: fields["stream", name] for name in algorithm.STREAMS},
     first_m=first_m,
     mass_qk={name: np.asarray(mass(name), np.float32).reshape(q, k) for name in algorithm.STREAMS},
-    array_qk=algorithm.arrays(groups, rewards),
+    array_qk=algorithm.arrays(groups, rewards) | _reward_parts(parts, algorithm, (q, k)),
     reward_qk=given.astype(np.float32),
     stratum_qk=stratum,
     valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(q, k),
     teacher_art=_fill_teacher(rows, encoded, packing) if prompts is not None else {},
   )
+
+
+def _reward_parts(parts, algorithm: Algorithm, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+  """{"reward_parts": [Q, K, P]} for a method that reads them, else {}."""
+  if not algorithm.num_parts:
+    return {}
+  whole = np.zeros((*shape, algorithm.num_parts), np.float32)
+  if parts is not None:
+    whole[:] = parts
+  return {"reward_parts": whole}
 
 
 # Squares of rewards are summed in float32, whose largest number is 3e38.

@@ -84,6 +84,15 @@ def any_of(flag: bool) -> bool:
   return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
+def total(numbers: dict[str, int]) -> dict[str, int]:
+  """The sums of whole numbers over all processes, by name."""
+  if jax.process_count() == 1:
+    return numbers
+  own = np.asarray(list(numbers.values()), np.int32)
+  sums = multihost_utils.process_allgather(own).sum(axis=0)
+  return dict(zip(numbers, map(int, sums)))
+
+
 def exchange(groups: Sequence[Sequence[Trajectory]], count: int) -> list[list[Trajectory]]:
   """Exchanges groups: all `count` in the order of their questions, from each process's (`mine`)."""
   if jax.process_count() == 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from stratified import algorithms, sharding, strata
+from stratified import algorithms, rewards, sharding, strata
 from stratified.agents import agent
 from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm, Critic, Stage
@@ -140,6 +140,12 @@ def assemble(config, mesh, model: decoder.DecoderConfig, *, task: bool = False) 
   method = algorithm(config, assign.num_strata)
   trained = stages(config, mesh, model, method, assign.num_strata)
   reward = named.reward(config, opened) if opened else None
+  wants_parts = any(parts.stage.algorithm.num_parts for parts in trained)
+  if opened and wants_parts and not isinstance(reward, rewards.Reward):
+    raise ValueError(
+      f"advantage.name={config.advantage.name!r} takes the parts of a reward, and the task's own "
+      "has none; name them with --config.reward.name, such as 'exact_match + 0.1*format'"
+    )
   return Run(config, mesh, model, assign, method, trained, opened, reward)
 
 
@@ -243,6 +249,7 @@ def algorithm(config, num_strata: int) -> Algorithm:
     max_tokens=config.rollout.max_tokens,
     max_turns=config.rollout.max_turns + 1,
     questions_per_step=config.data.questions_per_step,
+    part_weights=tuple(weight for weight, *_ in rewards.make(config.reward.name).terms),
   )
   name = read(AlgorithmSettings, config).name
   return algorithms.make(name, functools.partial(read, config=config), facts)

@@ -86,21 +86,20 @@ class Reinforcement:
   def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
     self._parts, self._around, self._policy = parts, around, policy
     end = parts.first + parts.stage.num_steps
-    self._rollouts = Rollouts(around.run.config, around.run.task, around.sampler, end)
+    self._rollouts = Rollouts(
+      around.run.config, around.run.task, around.sampler, end, self._has_signal
+    )
     self._clock = time.perf_counter()
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
     run = self._around.run
-    groups, times = self._rollouts.take(step, self._policy(state))
-    with blame("reward.name", run.config.reward.name):
-      scores = [[None if t.fault else run.reward(t) for t in group] for group in groups]
-      reward = [[0.0 if s is None else s.total for s in group] for group in scores]
-    with blame("strata.name", run.config.strata.name):
-      strata = [run.partition.assign(group, step=step) for group in groups]
+    groups, times, counts = self._rollouts.take(step, self._policy(state))
+    scores, reward, strata, parts = self._judged(groups, step)
     self._sampled = groups, reward, strata
     row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
+    row |= {f"rollout/{name}": value for name, value in counts.items()}
     spent = times["rollout_s"] + times["search_s"]
-    row["rollout/tokens_per_second"] = row["rollout/policy_tokens"] / spent
+    row["rollout/tokens_per_second"] = sampled_tokens(row) / spent
     row |= {f"time/{name}": value for name, value in times.items()}
     batch = batching.collate(
       groups,
@@ -109,8 +108,27 @@ class Reinforcement:
       rewards=reward,
       strata=strata,
       num_strata=run.partition.num_strata,
+      parts=parts,
     )
     return batch, row
+
+  def _judged(self, groups, step: int):
+    """(scores or None, rewards, strata [Q][K], parts [Q][K][P] or None) of a step's rollouts."""
+    run, wanted = self._around.run, self._parts.stage.algorithm.num_parts
+    with blame("reward.name", run.config.reward.name):
+      scores = [[None if t.fault else run.reward(t) for t in group] for group in groups]
+      reward = [[0.0 if s is None else s.total for s in group] for group in scores]
+    with blame("strata.name", run.config.strata.name):
+      strata = [run.partition.assign(group, step=step) for group in groups]
+    parts_of = lambda s: [0.0] * wanted if s is None else list(s.parts.values())
+    parts = [[parts_of(s) for s in group] for group in scores] if wanted else None
+    return scores, reward, strata, parts
+
+  def _has_signal(self, groups, step: int) -> list[bool]:
+    """Of each group whether it has an advantage; on the policy that sampled it."""
+    _, reward, strata, parts = self._judged(groups, step)
+    algorithm = self._parts.stage.algorithm
+    return algorithm.has_signal(groups, reward, strata, step - self._parts.first, parts)
 
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
     config, writer, now = self._around.run.config, self._around.writer, time.perf_counter()
@@ -119,7 +137,7 @@ class Reinforcement:
     row |= update_row(stats, batch, row["time/update_s"]) | {"time/step_s": now - self._clock}
     self._clock = now
     trained = batching.num_tokens(batch) * config.update.epochs
-    writer.write(row, sampled=row["rollout/policy_tokens"], trained=trained)
+    writer.write(row, sampled=sampled_tokens(row), trained=trained)
     every = config.logging.trajectories_every
     if every and step % every == 0:
       groups, reward, strata = self._sampled
@@ -146,6 +164,11 @@ class Reinforcement:
 
   def __exit__(self, *error) -> None:
     self._rollouts.__exit__(*error)
+
+
+def sampled_tokens(row: dict) -> float:
+  """The tokens that a step sampled, those of groups that gave way to others too."""
+  return row["rollout/policy_tokens"] + row.get("rollout/resampled_tokens", 0)
 
 
 SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement, "pairs": pairs.Pairs}
