@@ -19,7 +19,21 @@ weights, `smollm2` if none is named, and are evaluated as they stand:
 
 from configs import search_r1
 
-# Method -> the config fields in which it differs from the preset.
+# PPO of Search-R1: one rollout a question, as many rollouts a step as the preset has; two updates a
+# batch; the KL in the reward; a critic of its own, whose rate is ten times the policy's.
+SEARCH_R1_PPO = {
+  "algorithm.name": "ppo",
+  "rollout.samples_per_question": 1,
+  "data.questions_per_step": lambda c: c.data.questions_per_step * c.rollout.samples_per_question,
+  "update.mini_batches": 2,
+  "loss.kl_in": "reward",
+  "loss.kl_estimator": "k1",
+  "ppo.body": "own",
+  "ppo.optimizer": lambda c: c.optimizer.name,
+  "ppo.learning_rate": lambda c: 10 * c.optimizer.learning_rate,
+}
+
+# Method -> the config fields in which it differs from the preset; a function takes its config.
 METHODS = {
   "grpo": {"advantage.name": "gn"},  # arXiv 2402.03300: (R - R_g) / s_g
   "san": {"advantage.name": "san"},  # arXiv 2510.06214, Definition 1
@@ -44,6 +58,28 @@ METHODS = {
   "annealed": {"advantage.name": "blend", "advantage.alpha": 1.0, "advantage.alpha_end": 0.0},
   # same sizes, no meaning: the control
   "random_strata": {"advantage.name": "blend", "strata.name": "random"},
+  # arXiv 2503.09516; rows of the table: base 40.6 58.7 43.5 28.4 27.3 4.9 8.8, instruct 34.1 54.5
+  # 37.8 32.4 31.9 10.3 26.4
+  "search_r1_ppo": SEARCH_R1_PPO,
+  # the same with a critic that sees the number of calls made so far: a baseline by state
+  "ppo_by_calls": SEARCH_R1_PPO | {"ppo.by_calls": True},
+  # arXiv 2512.17008: a turn is one action; no row of the table
+  "turn_ppo": SEARCH_R1_PPO | {"ppo.level": "turn", "ppo.gamma": 0.99, "ppo.lam": 0.9},
+  # arXiv 2505.10978; row: instruct 42.0 59.5 42.4 36.9 37.0 12.6 64.1, in another protocol
+  "gigpo": {"algorithm.name": "gigpo"},
+  # arXiv 2503.14476, without its penalty on length; no row
+  "dapo": {
+    "advantage.name": "gn",
+    "update.mini_batches": 2,
+    "loss.clip_ratio_high": 0.28,
+    "loss.kl_coefficient": 0.0,
+    "loss.filter_groups": True,
+    "loss.resample_groups": 3,
+  },
+  # arXiv 2601.05242: each part of the reward by its own deviation; no row
+  "gdpo": {"advantage.name": "gdpo", "reward.name": "exact_match + format"},
+  # arXiv 2601.07055: questions with as many hops are one group; no row
+  "hrpo": {"advantage.name": "san", "advantage.over": "batch", "strata.name": "hops"},
 }
 
 # Methods that learn nothing -> likewise. A preset that shows worked examples gets the method's own
@@ -67,7 +103,10 @@ def get_config(method: str = "grpo"):
       "as in configs/baselines.py:grpo or configs/baselines.py:grpo:instruct"
     )
   config = search_r1.get_config(preset or "tiny")
-  config.update_from_flattened_dict(METHODS[name])
+  changes = METHODS[name].items()
+  config.update_from_flattened_dict(
+    {field: value(config) if callable(value) else value for field, value in changes}
+  )
   if name == "annealed":
     config.advantage.alpha_steps = config.get_ref("num_steps")  # follows --config.num_steps
   return config

@@ -54,6 +54,15 @@ def outcome(trajectory: Trajectory) -> int:
   return max((rank[call.outcome] for call in trajectory.calls), default=0)
 
 
+def hops(trajectory: Trajectory) -> int:
+  """The number of facts that its question chains, 0 where nobody knows.
+
+  The same for all of a question: for estimators with advantage.over=batch, as HRPO (arXiv
+  2601.07055).
+  """
+  return trajectory.question.hops or 0
+
+
 def answered(trajectory: Trajectory) -> int:
   """1 if the trajectory gave an answer, else 0."""
   return int(trajectory.answer is not None)
@@ -152,6 +161,7 @@ _BY_TRAJECTORY = {
   "first_search": (first_search, lambda cap: cap + 1),
   "outcome": (outcome, lambda cap: 4),
   "answered": (answered, lambda cap: 2),
+  "hops": (hops, lambda cap: cap + 1),
 }
 
 
@@ -166,9 +176,10 @@ def make(
   """Makes the partition that a configuration names.
 
   name   searches, calls (of any tool), calls_TOOL, tools (which were called), first_search,
-         first_call, outcome, answered; two or more crossed, as in "searches*outcome"; "random", the
-         ids of `base` shuffled within each group; or "module:function", a function of your own from
-         a Trajectory to a whole number, found on the Python path or in the working directory
+         first_call, outcome, answered, hops (of the question); two or more crossed, as in
+         "searches*outcome"; "random", the ids of `base` shuffled within each group; or
+         "module:function", a function of your own from a Trajectory to a whole number, found on the
+         Python path or in the working directory
   cap    counts from 0 to cap get a stratum each, larger ones share the last (also for
          "module:function")
   seed   of "random"; its base is searches, or calls in a task that searches nothing

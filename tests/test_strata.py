@@ -6,9 +6,10 @@ import dataclasses
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from stratified import strata
+from stratified import advantages, strata
 from stratified.types import Call, Question, Trajectory, Turn
 
 
@@ -195,3 +196,32 @@ def test_a_bad_choice_is_one_clear_sentence(options, words):
 def test_no_jax_is_imported():
   code = "import sys, stratified.strata; assert not {'jax', 'numpy'} & set(sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_questions_with_as_many_hops_are_one_group_of_the_batch():
+  """HRPO: san over the batch with hops as strata is a z-score over those questions' rollouts."""
+  groups = [
+    [dataclasses.replace(NONE, question=Question(str(q), "?", ("Paris",), hops=hops))] * 2
+    for q, hops in enumerate((1, 2, 1, None))
+  ]
+  assign, num_strata = strata.make("hops", cap=2)
+  ids = np.array([assign(group) for group in groups])
+  assert ids.tolist() == [[1, 1], [2, 2], [1, 1], [0, 0]] and num_strata == 3
+  reward = np.float32([[1, 0], [1, 1], [0, 0], [1, 0]])
+  estimate = advantages.make("san", num_strata=num_strata, over="batch")
+  found = np.asarray(estimate(reward, ids, np.ones((4, 2)), 0))
+  same = np.float64([1, 0, 0, 0])
+  expected = (same - same.mean()) / (same.std() + 1e-6)
+  np.testing.assert_allclose(found[[0, 2]].ravel(), expected, rtol=1e-5)
+  np.testing.assert_allclose(found[3], [1, -1], rtol=1e-5)
+  assert not found[1].any()
+
+
+def test_tree_grpo_is_twice_a_blend_of_one_half_with_the_tree_as_stratum():
+  """Tree-GRPO (arXiv 2509.21240): z over the question + z inside the tree. Trees (1 0 0), (1 1 0),
+  divisors n - 1."""
+  reward, tree = np.float32([[1, 0, 0, 1, 1, 0]]), np.array([[0, 0, 0, 1, 1, 1]])
+  estimate = advantages.make("blend", num_strata=2, alpha=0.5, ddof=1)
+  found = 2 * np.asarray(estimate(reward, tree, np.ones((1, 6)), 0))[0]
+  expected = [2.0676, -1.4902, -1.4902, 1.4902, 1.4902, -2.0676]
+  np.testing.assert_allclose(found, expected, atol=5e-5)

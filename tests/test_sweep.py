@@ -196,7 +196,15 @@ def test_a_method_changes_what_it_says_and_nothing_else(method):
   changed = {key for key in base | made if base.get(key) != made.get(key)}
   assert changed <= set(baselines.METHODS[method]) | {"advantage.alpha_steps"}
   for key, value in baselines.METHODS[method].items():
-    assert made[key] == value
+    assert made[key] == (value(search_r1.get_config("tiny")) if callable(value) else value)
+
+
+def test_search_r1s_ppo_takes_as_many_rollouts_and_a_critic_ten_times_as_fast():
+  for preset in search_r1.PRESETS:
+    plain, ppo = search_r1.get_config(preset), baselines.get_config(f"search_r1_ppo:{preset}")
+    rollouts = lambda c: c.data.questions_per_step * c.rollout.samples_per_question
+    assert rollouts(ppo) == rollouts(plain) and ppo.rollout.samples_per_question == 1
+    assert ppo.ppo.learning_rate == 10 * plain.optimizer.learning_rate
 
 
 def test_every_method_is_one_that_training_accepts():
