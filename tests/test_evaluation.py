@@ -336,7 +336,9 @@ def test_a_method_is_a_preset_with_another_protocol(name):
 
 def test_every_protocol_takes_a_chat_template():
   for name, make in base.TAGS.items():
-    assert "<user>" in make(render=lambda message: f"<user>{message}").prompt("Who?"), name
+    assert "<user>" in make(render=lambda message, system="": f"<user>{message}").prompt("Who?"), (
+      name
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_every_protocol_takes_a_chat_template():
     ({"rollout.chat_template": True}, "rollout.chat_template=True needs policy.checkpoint"),
     (
       {"rollout.protocol": "rags"},
-      "rollout.protocol='rags' is unknown; choose one of cot, cot_few_shot, direct",
+      "rollout.protocol='rags' is unknown; choose one of autorefine, autorefine_few_shot, ",
     ),
   ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from stratified import config as settings
 from stratified import outside
-from stratified.agents import chat, tags, tool_calls
+from stratified.agents import chat, protocols, tags, tool_calls
 from stratified.agents.baselines import named as methods
 from stratified.agents.limits import Limits
 from stratified.config import setting, Settings
@@ -70,11 +70,11 @@ class Task:
     return next((tool.manifest for tool in self.tools if tool.name == "search"), {})
 
 
-TAGS = {
-  "short": tags.short,
-  "search_r1": tags.search_r1,
-  "few_shot": tags.few_shot,
-} | methods.PROTOCOLS
+TAGS = (
+  {"short": tags.short, "search_r1": tags.search_r1, "few_shot": tags.few_shot}
+  | protocols.PROTOCOLS
+  | methods.PROTOCOLS
+)
 PROTOCOLS = (*TAGS, "tool_calls")
 
 
@@ -198,6 +198,12 @@ def protocol(config, tools: Sequence[Tool | type[Tool]]):
   if name in methods.PROTOCOLS:  # they search, and call no other tool
     return TAGS[name](render=render)
   return TAGS[name](render=render, tools=tools)
+
+
+def marks(config) -> tuple[str, ...]:
+  """Lists the tags of a published method's protocol, for a tokenizer that is made here."""
+  made = protocols.PROTOCOLS.get(config.rollout.protocol)
+  return made().marks if made else ()
 
 
 def from_checkpoint(config) -> Tokenizer:
