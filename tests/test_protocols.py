@@ -2,6 +2,7 @@
 scripted sampler: what is fed, what is sampled, and what is trained on, token by token."""
 
 import dataclasses
+import json
 
 import pytest
 import test_loop
@@ -252,3 +253,25 @@ def test_tables_tell_which_protocols_compare():
   assert {families[name] for name in ("direct", "cot", "r1", "r1_few_shot")} == {"no search"}
   assert families["rag"] == "one search"
   assert families["search_r1"] == families["research"] == families["ircot"] == "one context"
+
+
+###  Native tool calls, as a config names them  ###
+
+
+def test_a_model_whose_template_ignores_tools_is_refused_or_told_of_them(tmp_path):
+  from test_tool_calls import IGNORES
+
+  from configs import search_r1
+  from stratified.tasks.encyclopedia import vocabulary
+  from stratified.tools.search import Search
+
+  end = vocabulary.build().decode([vocabulary.build().eos_id])
+  vocabulary.build().save(tmp_path / "tokenizer.json")
+  stored = {"chat_template": IGNORES.replace("<|im_end|>", end), "eos_token": end}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(stored))
+  config = search_r1.get_config("tiny")
+  config.policy.checkpoint, config.rollout.protocol = str(tmp_path), "tool_calls"
+  with pytest.raises(ValueError, match="--config.rollout.tool_schema=system"):
+    base.protocol(config, (Search,))
+  config.rollout.tool_schema = "system"
+  assert '"name": "search"' in base.protocol(config, (Search,)).prompt("Where?")

@@ -120,6 +120,11 @@ class ProtocolSettings(Settings):
   SECTION = "rollout"
   protocol: str = setting("search_r1", "the protocol's name", choices=PROTOCOLS)
   chat_template: bool = setting(False, "the prompt as a user message in the model's chat template")
+  tool_schema: str = setting(
+    "template",
+    "tool_calls: the tools' schemas where the chat template shows them, or in a system message",
+    choices=tool_calls.PLACES,
+  )
 
 
 TOOLS = {"calculator": Calculator}  # those that need nothing of a task's
@@ -191,8 +196,9 @@ def protocol(config, tools: Sequence[Tool | type[Tool]]):
   """
   name = config.rollout.protocol
   if name == "tool_calls":
+    schema = settings.read(ProtocolSettings, config).tool_schema
     return tool_calls.tool_calls(
-      chat.load(config.policy.checkpoint), from_checkpoint(config), tools
+      chat.load(config.policy.checkpoint), from_checkpoint(config), tools, schema
     )
   render = chat.load(config.policy.checkpoint).user if config.rollout.chat_template else None
   if name in methods.PROTOCOLS:  # they search, and call no other tool
