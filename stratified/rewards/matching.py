@@ -75,3 +75,9 @@ def extract_answer(policy_text: str) -> str | None:
   """
   answers = _ANSWER.findall(policy_text)
   return answers[-1].strip() if answers else None
+
+
+def holds(text: str, golden_answers: Sequence[str]) -> bool:
+  """Whether a golden answer stands in the text as whole words, both normalised."""
+  words = f" {normalize_answer(text)} "
+  return any(f" {g} " in words for g in map(normalize_answer, golden_answers) if g)

@@ -101,7 +101,7 @@ class Reinforcement:
     row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
     spent = times["rollout_s"] + times["search_s"]
     row["rollout/tokens_per_second"] = row["rollout/policy_tokens"] / spent
-    row |= {f"time/{name}": value for name, value in times.items()}
+    row |= {f"time/{name}": value for name, value in times.items()} | run.task.row_at(step)
     batch = batching.collate(
       groups,
       packing=self._parts.packing,

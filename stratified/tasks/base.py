@@ -16,9 +16,11 @@ from stratified.agents.baselines import named as methods
 from stratified.agents.limits import Limits
 from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
+from stratified.retrieval.noise import NoiseSettings, Noisy
 from stratified.tools import base as tools_base
 from stratified.tools.base import Timed, Tool
 from stratified.tools.calculator import Calculator
+from stratified.tools.search import Search
 from stratified.types import Question, Trajectory
 
 Tools = tuple[Tool, ...]
@@ -63,6 +65,11 @@ class Task:
   def seconds(self) -> float:
     """Seconds that the tools have run."""
     return sum(getattr(tool, "seconds", 0.0) for tool in self.tools)
+
+  def row_at(self, step: int) -> dict[str, float]:
+    """What the tools add to the row of a training step."""
+    rows = [tool.row_at(step) for tool in self.tools if hasattr(tool, "row_at")]
+    return {key: value for row in rows for key, value in row.items()}
 
   @property
   def manifest(self) -> dict[str, Any]:
@@ -140,8 +147,26 @@ def make(config, tools: Tools, tokenizer: Callable[[], Tokenizer], **parts: Any)
     tokenizer=from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
     protocol=protocol(config, tools),
     limits=limits(config),
-    tools=tools,
+    tools=noisy(config, tools),
     **parts,
+  )
+
+
+def noisy(config, tools: Tools) -> Tools:
+  """Gives training's search the noise of `retriever.noise_*`; held-out sets keep theirs without."""
+  noise = settings.read(NoiseSettings, config)
+  if not noise.active:
+    return tools
+  if not any(hasattr(tool, "retriever") for tool in tools):
+    raise ValueError(
+      f"retriever.noise_end={noise.noise_end} and noise_start={noise.noise_start} need a search "
+      "tool, which this task has not; set both to 0"
+    )
+  return tuple(
+    Timed(Search(Noisy(tool.retriever, noise, config.seed), tool.topk))
+    if tool.name == "search"
+    else tool
+    for tool in tools
   )
 
 
