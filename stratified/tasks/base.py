@@ -231,6 +231,13 @@ def protocol(config, tools: Sequence[Tool | type[Tool]]):
   return TAGS[name](render=render, tools=tools)
 
 
+def family(name: str) -> str:
+  """Which protocols compare with that of this name: see tags.Tags.family; "" for none."""
+  if name in TAGS:
+    return TAGS[name](render=None).family
+  return tool_calls.ToolCalls.family if name == "tool_calls" else ""
+
+
 def marks(config) -> tuple[str, ...]:
   """Lists the tags of a published method's protocol, for a tokenizer that is made here."""
   made = protocols.PROTOCOLS.get(config.rollout.protocol)
