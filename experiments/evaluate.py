@@ -6,16 +6,19 @@
     python experiments/evaluate.py --config=configs/baselines.py:rag:smollm2 --sets=nq,hotpotqa \\
         --workdir=runs/rag --compare=runs/x_table
 
-Rollouts are greedy, or --samples=n a question at --temperature. Prints exact match by set in the
-form of the papers' tables, everything by set and by hops with 95 % intervals, and a paired test
-against each --compare; adds the scores to evaluation.json. WORKDIR/evaluation/NAME/ holds an answer
-a line, written as it comes, and table.md, table.tex, table.json. The same command again goes on
-where a stopped one was.
+Rollouts are greedy, or --samples=n a question at --temperature; --temperature=0,1 makes both, a row
+each. Prints exact match by set in the form of the papers' tables, everything by set and by hops
+with 95 % intervals, and a paired test against each --compare; adds the scores to evaluation.json.
+--coverage adds a row of the questions that the corpus can answer. WORKDIR/evaluation/NAME/ holds an
+answer a line, written as it comes, and table.md, table.tex, table.json. The same command again goes
+on where a stopped one was.
 """
 
+import dataclasses
 import functools
 import pathlib
 import sys
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -23,7 +26,7 @@ from ml_collections import config_flags
 from stratified import files
 from stratified.agents import loop
 from stratified.config import unaffected
-from stratified.evaluation import answers, paired, runner, tables
+from stratified.evaluation import answers, coverage, paired, runner, tables
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, command_line, evaluations, held_out, settings
 from stratified.runs import samplers as servers
@@ -48,8 +51,13 @@ _SETS = flags.DEFINE_list(
 )
 _FORCED = flags.DEFINE_integer("forced", None, "Make every rollout search exactly this often.")
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Rollouts of each question.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float(
-  "temperature", None, "0 is greedy, as one rollout is; several take the config's.", lower_bound=0
+_TEMPERATURE = flags.DEFINE_list(
+  "temperature",
+  [],
+  "0 is greedy, as one rollout is; several rollouts take the config's. With commas, a row each.",
+)
+_COVERAGE = flags.DEFINE_string(
+  "coverage", None, "A file of audit_corpus.py: adds a row of the questions that it calls covered."
 )
 _COMPARE = flags.DEFINE_list(
   "compare", [], "Workdirs or evaluation folders: rows of the table, each with a paired test."
@@ -60,80 +68,118 @@ _NAME = flags.DEFINE_string(
 _LABEL = flags.DEFINE_string("label", None, "The row's name in the tables.")
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """What all evaluations of a command share."""
+
+  made: build.Run
+  sets: base.Sets
+  limits: Any
+  step: int | None  # None where the weights are the preset's
+  known: dict[str, bool] | None  # what the corpus can answer, where --coverage says it
+  others: dict[str, dict[str, answers.Rows]]
+
+
 def main(_) -> None:
   workdir, stop = pathlib.Path(_WORKDIR.value), Stop()
   try:
     config, stored = _config(workdir)
-    temperature = _temperature(config)
+    temperatures = _temperatures(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
+    known = coverage.read(_COVERAGE.value) if _COVERAGE.value else None
     if _QUESTIONS.value > 0:
       config.eval.questions = _QUESTIONS.value
     made = build.build(config)
     limits = base.limits(config, forced_searches=_FORCED.value)
-    task, count = made.task, _QUESTIONS.value if _QUESTIONS.value < 0 else config.eval.questions
-    sets = evaluations.question_sets(task, _SETS.value, None if count < 0 else count)
+    count = _QUESTIONS.value if _QUESTIONS.value < 0 else config.eval.questions
+    sets = evaluations.question_sets(made.task, _SETS.value, None if count < 0 else count)
     paired.check_shared({name: questions for name, (questions, _) in sets.items()}, others)
+    if known is not None:
+      coverage.check(known, {name: of for name, (of, _) in sets.items()}, _COVERAGE.value)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   build.enable_compilation_cache()
-  model, mesh = made.model, made.mesh
-  step, params = restore(made, workdir) if stored else (0, None)
-  label = _LABEL.value or workdir.name + (f", step {step}" if stored else "")
+  step, params = restore(made, workdir) if stored else (None, None)
+  asked = Asked(made, sets, limits, step, known, others)
+  folder, rows = workdir, []
   try:
-    kept = answers.Answers(
-      workdir / "evaluation" / _folder(step if stored else None, temperature),
-      evaluations.settings(
-        config, step=step, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value
-      ),
-    )
-    if params is None:
-      params = build.initial_params(config, model, mesh)
-    config.rollout.temperature = temperature or config.rollout.temperature
-    with servers.samplers(config, mesh, model, task.tokenizer) as samplers:
-      sampler = samplers[temperature == 0]
-      sampler.load(params, runner.FIRST_STEP)
-      collect = functools.partial(
-        loop.collect,
-        sampler=sampler,
-        tokenizer=task.tokenizer,
-        protocol=task.protocol,
-        limits=limits,
-      )
-      found = {
-        name: runner.run(
-          name,
-          questions,
-          functools.partial(collect, tools=tools),
-          tools=task.tool_names,
-          samples=_SAMPLES.value,
-          kept=kept,
-          stop=lambda: stop.asked,
-        )
-        for name, (questions, tools) in sets.items()
-      }
-    write(
-      workdir,
-      kept.folder,
-      step,
-      runner.table_row(label, found),
-      [
-        (folder, _row_of(folder, theirs), paired.differences(found, theirs))
-        for folder, theirs in others.items()
-      ],
-    )
+    for temperature in temperatures:
+      folder = workdir / "evaluation" / _folder(step, temperature)
+      kept = answers.Answers(folder, _settings(config, step, temperature))
+      if params is None:
+        params = build.initial_params(config, made.model, made.mesh)
+      found = _evaluate(asked, params, temperature, kept, stop)
+      rows += _write(workdir, folder, asked, found, temperature, several=len(temperatures) > 1)
+    if len(temperatures) > 1:
+      print("\n" + tables.markdown(rows))
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   except (RetrieverDown, SamplerError) as error:
-    sys.exit(f"{error}; the answers so far are in {kept.folder}")
+    sys.exit(f"{error}; the answers so far are in {folder}")
   except runner.Stopped:
-    said = f"stopped; the answers so far are in {kept.folder}, the same command goes on"
+    said = f"stopped; the answers so far are in {folder}, the same command goes on"
     print(said, file=sys.stderr)
     sys.exit(command_line.INTERRUPTED if stop.interrupted else 1)
 
 
-def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, others: list) -> None:
-  """Prints the tables and writes them to files; the scores go to evaluation.json too."""
-  rows = [row, *(other for _, other, _ in others)]
+def _settings(config, step: int | None, temperature: float) -> dict[str, Any]:
+  return evaluations.settings(
+    config, step=step or 0, samples=_SAMPLES.value, temperature=temperature, forced=_FORCED.value
+  )
+
+
+def _evaluate(asked: Asked, params, temperature: float, kept: answers.Answers, stop: Stop) -> dict:
+  """Evaluates every set at one temperature: {set: [Q][K] rows}."""
+  made, task = asked.made, asked.made.task
+  config = made.config.copy_and_resolve_references()
+  config.rollout.temperature = temperature or config.rollout.temperature
+  with servers.samplers(config, made.mesh, made.model, task.tokenizer) as samplers:
+    sampler = samplers[temperature == 0]
+    sampler.load(params, runner.FIRST_STEP)
+    collect = functools.partial(
+      loop.collect,
+      sampler=sampler,
+      tokenizer=task.tokenizer,
+      protocol=task.protocol,
+      limits=asked.limits,
+    )
+    return {
+      name: runner.run(
+        name,
+        questions,
+        functools.partial(collect, tools=tools),
+        tools=task.tool_names,
+        samples=_SAMPLES.value,
+        kept=kept,
+        stop=lambda: stop.asked,
+      )
+      for name, (questions, tools) in asked.sets.items()
+    }
+
+
+def _write(workdir, folder, asked: Asked, found: dict, temperature: float, several: bool) -> list:
+  """Writes the tables of one evaluation; returns its rows."""
+  label = _LABEL.value or workdir.name + ("" if asked.step is None else f", step {asked.step}")
+  label += f", temperature {temperature:g}" if several else ""
+  rows = [runner.table_row(label, found, getattr(asked.made.task.protocol, "family", ""))]
+  if asked.known is not None:
+    rows.append(
+      runner.table_row(f"{label}, covered", coverage.covered(found, asked.known), rows[0]["family"])
+    )
+  others = [
+    (other, _row_of(other, theirs), paired.differences(found, theirs))
+    for other, theirs in asked.others.items()
+  ]
+  write(workdir, folder, asked.step or 0, rows, others, temperature)
+  return rows
+
+
+def write(workdir, folder, step: int, rows: list, others: list, temperature: float) -> None:
+  """Prints the tables and writes them to files; the first row's scores go to evaluation.json too.
+
+  rows: ours. others: (folder, its row, paired tests) of each evaluation to compare with.
+  """
+  row, rows = rows[0], [*rows, *(other for _, other, _ in others)]
   parts = [tables.markdown(rows), tables.markdown(rows, "f1"), tables.details(row)]
   parts += [tables.comparison(row["label"], name, tests) for name, _, tests in others]
   text = "\n\n".join(parts)
@@ -143,7 +189,7 @@ def write(workdir: pathlib.Path, folder: pathlib.Path, step: int, row: dict, oth
   found = {name: tests for name, _, tests in others}
   files.write_json(folder / "table.json", {"rows": rows, "paired": found})
   scores = {"step": step, "sets": row["sets"], "average": row["average"]}
-  if _FORCED.value is not None or _SAMPLES.value > 1 or _temperature_given():
+  if _FORCED.value is not None or _SAMPLES.value > 1 or temperature:
     scores = {
       f"forced_{_FORCED.value}"
       if _FORCED.value is not None and _SAMPLES.value == 1
@@ -201,21 +247,31 @@ def _stored_config(path: pathlib.Path):
   return config
 
 
-def _temperature(config) -> float:
-  """Chooses the temperature: one rollout is greedy unless told otherwise, several can't be."""
-  if _TEMPERATURE.value is None:
-    return 0.0 if _SAMPLES.value == 1 else config.rollout.temperature
-  if _TEMPERATURE.value == 0 and _SAMPLES.value > 1:
+def _temperatures(config) -> list[float]:
+  """Chooses temperatures: one rollout is greedy unless told otherwise, several can't be."""
+  if not _TEMPERATURE.value:
+    return [0.0 if _SAMPLES.value == 1 else config.rollout.temperature]
+  given = ",".join(_TEMPERATURE.value)
+  try:
+    found = [float(text) for text in _TEMPERATURE.value]
+  except ValueError:
+    found = [-1.0]
+  if not all(0 <= value < 1e9 for value in found) or len(set(found)) < len(found):
+    raise ValueError(
+      f"--temperature={given} must be numbers of at least 0, each once, as in --temperature=0,1"
+    )
+  if 0 in found and _SAMPLES.value > 1:
     raise ValueError(
       f"--samples={_SAMPLES.value} at --temperature=0 would be the same rollout {_SAMPLES.value} "
       "times; "
       "give a temperature above 0 or leave --samples=1"
     )
-  return _TEMPERATURE.value
-
-
-def _temperature_given() -> bool:
-  return bool(_TEMPERATURE.value)
+  if _NAME.value and len(found) > 1:
+    raise ValueError(
+      f"--name={_NAME.value!r} is one folder, and --temperature={given} needs {len(found)}; leave "
+      "it out"
+    )
+  return found
 
 
 def _folder(step: int | None, temperature: float) -> str:
@@ -237,7 +293,7 @@ def _sets_of_step(workdir: pathlib.Path, step: int) -> dict:
 def _row_of(label: str, theirs: dict[str, answers.Rows]) -> dict:
   """Makes the row of another evaluation."""
   sets = {name: answers.by_question(rows) for name, rows in theirs.items() if rows}
-  return runner.table_row(label, sets)
+  return runner.table_row(label, sets, evaluations.family_of(label))
 
 
 if __name__ == "__main__":

@@ -151,8 +151,11 @@ def check(name: str, value: Any, rule: Rule) -> None:
   if not _fits(value, rule.kind):
     raise ValueError(f"{name}={value!r} must be {allowed(rule)}")
   if rule.choices is not None and value not in rule.choices:
+    choices = sorted(map(str, rule.choices))
+    near = difflib.get_close_matches(str(value), choices, 1) if len(choices) > 4 else []
     raise ValueError(
-      f"{name}={value!r} is unknown; choose one of {', '.join(sorted(map(str, rule.choices)))}"
+      f"{name}={value!r} is unknown; choose one of {', '.join(choices)}"
+      + (f"; did you mean {near[0]}?" if near else "")
     )
   values = value if isinstance(value, tuple | list) else (value,)
   numbers, bounds = _numbers(values), _bounds(rule)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from stratified import rewards
-from stratified.agents import loop, tags
+from stratified.agents import loop, protocols, tags
 from stratified.agents.limits import Limits
 from stratified.retrieval.bm25 import BM25
 from stratified.sampling.interface import Request
@@ -25,17 +25,27 @@ LIMITS = dict(
 
 
 def play(
-  config=DemonstrationConfig(**FAULTLESS), *, seed=0, samples=4, asked=ASKED, topk=2, **limits
+  config=DemonstrationConfig(**FAULTLESS),
+  *,
+  seed=0,
+  samples=4,
+  asked=ASKED,
+  topk=2,
+  protocol=tags.short(),
+  **limits,
 ):
   """All trajectories of the questions, as the loop returns them, and the demonstrator."""
-  script = demonstrations.Demonstrator(WORLD, TOKENIZER, seed=seed, config=config)
+  tokenizer = vocabulary.build(protocol.marks)
+  script = demonstrations.Demonstrator(
+    WORLD, tokenizer, seed=seed, config=config, protocol=protocol
+  )
   script.begin(7, asked)
   groups = loop.collect(
     asked,
     sampler=script,
     tools=(Search(RETRIEVER, topk),),
-    tokenizer=TOKENIZER,
-    protocol=tags.short(),
+    tokenizer=tokenizer,
+    protocol=protocol,
     limits=Limits(**{**LIMITS, **limits}),
     samples_per_question=samples,
     step=7,
@@ -244,3 +254,28 @@ def test_a_request_for_an_unknown_question_is_refused():
 def test_settings_that_make_no_sense_are_refused_in_a_sentence(arguments, sentence):
   with pytest.raises(ValueError, match=sentence):
     DemonstrationConfig(**arguments)
+
+
+@pytest.mark.parametrize("name", ["research", "autorefine", "stepsearch"])
+def test_demonstrations_speak_the_tags_of_the_protocol(name):
+  protocol = protocols.PROTOCOLS[f"{name}_short"]()
+  plain, _ = play(asked=ASKED[:20])
+  spoken, _ = play(asked=ASKED[:20], protocol=protocol)
+  tokenizer = vocabulary.build(protocol.marks)
+  assert len(tokenizer.encode("".join(protocol.marks))) == len(protocol.marks)  # a token each
+  for one, other in zip(plain, spoken):
+    assert (one.answer, one.num_searches) == (other.answer, other.num_searches)
+    text = tokenizer.decode(other.token_ids)
+    assert text.count(f"</{protocol.results}>") == other.num_searches
+    if protocol.digest:
+      assert text.count(f"</{protocol.digest}>") == other.num_searches
+  if name != "stepsearch":
+    worth = rewards.make(name)
+    assert all(worth(other).total == 1.0 for other in spoken if right(other))
+    assert {worth(other).total for other in spoken} >= {1.0, 0.1}
+
+
+def test_the_tags_of_another_protocol_leave_the_other_ids_as_they_are():
+  more = vocabulary.build(protocols.PROTOCOLS["autorefine_short"]().marks)
+  for piece in (*vocabulary.TAGS, *vocabulary.FIXED, " Who"):
+    assert more.encode(piece) == TOKENIZER.encode(piece)

@@ -189,6 +189,17 @@ def test_a_row_has_scores_intervals_and_an_average(tmp_path):
   assert set(nq["by_hops"]) == {"1", "2"} and json.dumps(row)
 
 
+def test_a_row_has_the_means_that_make_sets_of_unequal_size_comparable(tmp_path):
+  groups = run(answers.Answers(tmp_path, {}), questions(12), Policy())  # all right
+  wrong = [[dict(group[0], exact_match=0.0)] for group in groups]
+  sets = {"nq": groups + wrong[:4], "popqa": wrong[:2], "bamboogle": groups[:2]}
+  average = runner.table_row("x", sets, "one context")["average"]
+  assert average["exact_match"] == pytest.approx((0.75 + 0 + 1) / 3)
+  assert average["exact_match_without_bamboogle"] == pytest.approx((0.75 + 0) / 2)
+  assert average["exact_match_micro"] == pytest.approx(14 / 20)
+  assert runner.table_row("x", {})["average"] == {}
+
+
 def test_paired_runs_over_the_questions_that_both_answered(tmp_path):
   ours = run(answers.Answers(tmp_path / "a", {}), questions(6), Policy())
   theirs = [dict(row[0], exact_match=0.0) for row in ours[2:]]
@@ -336,7 +347,9 @@ def test_a_method_is_a_preset_with_another_protocol(name):
 
 def test_every_protocol_takes_a_chat_template():
   for name, make in base.TAGS.items():
-    assert "<user>" in make(render=lambda message: f"<user>{message}").prompt("Who?"), name
+    assert "<user>" in make(render=lambda message, system="": f"<user>{message}").prompt("Who?"), (
+      name
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +362,7 @@ def test_every_protocol_takes_a_chat_template():
     ({"rollout.chat_template": True}, "rollout.chat_template=True needs policy.checkpoint"),
     (
       {"rollout.protocol": "rags"},
-      "rollout.protocol='rags' is unknown; choose one of cot, cot_few_shot, direct",
+      "rollout.protocol='rags' is unknown; choose one of autorefine, autorefine_few_shot, ",
     ),
   ],
 )
@@ -459,6 +472,30 @@ def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_pat
   (found,) = table["paired"].values()
   assert found["average"]["difference"] == 0 and found["average"]["count"] == 48
 
+  path = tmp_path / "coverage.jsonl"
+  known = {
+    id: i % 2 == 0
+    for i, (id, _) in enumerate(sorted({**rows["held_out"], **rows["second_encyclopedia"]}))
+  }
+  path.write_text("".join(json.dumps({"id": i, "covered": c}) + "\n" for i, c in known.items()))
+  both = call(
+    *(tmp_path / "a", "--questions=24", "--temperature=0,1.5", f"--coverage={path}"), "--label=it"
+  )
+  assert both.returncode == 0, both.stderr[-3000:]
+  last = both.stdout.splitlines()[-6:]
+  assert last[0].endswith("| average | micro | family |")
+  assert [line.split(" | ")[0] for line in last[2:]] == [
+    *("| it, temperature 0", "| it, temperature 0, covered"),
+    *("| it, temperature 1.5", "| it, temperature 1.5, covered"),
+  ]
+  assert all(line.endswith("| one context |") for line in last[2:])
+  names = {folder.name for folder in (tmp_path / "a" / "evaluation").iterdir()}
+  assert names == {"samples", "as_given", "as_given_samples_1_temperature_1.5"}
+  table = json.loads((tmp_path / "a/evaluation/as_given/table.json").read_text())
+  counts = [sum(part["count"] for part in row["sets"].values()) for row in table["rows"]]
+  asked = [id for of in rows.values() for id, sample in of if sample == 0]
+  assert counts == [48, sum(known[id] for id in asked)] and 10 < counts[1] < 38
+
   other = call(tmp_path / "b", *more, **{"rollout.topk": 2})
   assert (
     other.returncode == 1
@@ -474,3 +511,5 @@ def test_flags_that_cannot_be_are_refused_before_any_work(tmp_path):
     and "would be the same rollout 2 times" in done.stderr
     and not list(tmp_path.iterdir())
   )
+  done = call(tmp_path, "--temperature=0,hot")
+  assert done.returncode == 1 and "--temperature=0,hot must be numbers" in done.stderr

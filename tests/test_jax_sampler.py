@@ -100,6 +100,15 @@ def test_sampled_log_probs_are_the_trainers_at_the_same_temperature(temperature)
     )
 
 
+def test_a_turn_that_goes_on_after_a_stop_is_the_one_that_was_never_stopped():
+  (whole,) = sampler_of().generate([request(new=12)])
+  made = sampler_of()
+  (first,) = made.generate([request(new=5)])
+  (rest,) = made.generate([request(tokens=PROMPT + first.token_ids, new=7)])
+  assert first.token_ids + rest.token_ids == whole.token_ids
+  np.testing.assert_allclose(first.log_probs + rest.log_probs, whole.log_probs, atol=1e-5)
+
+
 def chi_square(counts, probabilities):
   """Pearson's statistic over outcomes expected at least 5 times, and its 99.9 % point (Wilson and
   Hilferty, 1931)."""

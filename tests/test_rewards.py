@@ -10,7 +10,8 @@ import pytest
 
 from stratified import rewards
 from stratified.agents import tags
-from stratified.types import Question, Segment, Trajectory, Turn
+from stratified.rewards import methods
+from stratified.types import Call, Question, Segment, Trajectory, Turn
 
 
 def reference_words(text):
@@ -309,3 +310,135 @@ def test_a_wrong_sum_is_one_sentence(name, message):
 def test_a_lost_rollout_is_never_scored_by_a_sum():
   with pytest.raises(ValueError, match="was lost to a fault .*mask it"):
     worth("exact_match", "Oslo", "fault", "no reply")
+
+
+###  Rewards of published methods  ###
+
+SEARCHED = Turn("call", "<think>a</think> <search>b</search>", (Call("search", "b", "hit"),))
+ANSWERED = Turn("answer", "<think>c</think>\n<answer>Oslo</answer>\n")
+
+
+def test_search_r1s_format_reward_by_its_table():
+  rows = {
+    (True, True, True): 1.0,
+    (True, False, True): 0.8,
+    (False, True, True): 0.2,
+    (False, False, True): 0.1,
+    (False, True, False): 0.2,
+    (False, False, False): 0.0,
+  }
+  assert {row: methods.search_r1_format(*row) for row in rows} == rows
+  assert worth("search_r1_format", "Oslo", turns=(SEARCHED, ANSWERED)).total == 1.0
+  assert worth("search_r1_format", "Oslo").total == 0.8
+  assert worth("search_r1_format", "Rome", turns=(SEARCHED, ANSWERED)).total == 0.2
+  assert worth("search_r1_format", "Rome").total == 0.1
+  assert worth("search_r1_format", None, "turns", turns=(SEARCHED,)).total == 0.0
+
+
+@pytest.mark.parametrize(
+  "texts, whether",
+  [
+    (["<think>c</think><answer>a</answer>"], True),
+    (["<think>c</think><search>b</search>", "<think></think> <answer>a</answer>"], True),
+    (["<search>b</search>", "<think>c</think><answer>a</answer>"], False),
+    (["<think>c</think><search>b</search>", "<answer>a</answer>"], False),
+    (["<think>c</think>so<answer>a</answer>"], False),
+    (["<think>c</think><answer>a</answer>."], False),
+    (["<think>c<think>d</think><answer>a</answer>"], False),
+    (["<think><information>x</information></think><answer>a</answer>"], False),
+    (["<think>c</think><think>c</think><answer>a</answer>"], False),
+  ],
+)
+def test_the_structure_is_thought_and_act_in_turns(texts, whether):
+  kinds = ["call"] * (len(texts) - 1) + ["answer"]
+  turns = [Turn(kind, text) for kind, text in zip(kinds, texts)]
+  assert methods.structured(turns) == whether
+  assert not methods.structured([*turns[:-1], Turn("invalid", texts[-1])])
+  assert not methods.structured([Turn("invalid", "x"), *turns])
+  assert not methods.structured([])
+
+
+def test_researchs_reward_is_f1_in_its_format():
+  assert [methods.research(f, ok) for f in (0.0, 0.5, 1.0) for ok in (True, False)] == [
+    *(0.1, 0.0),
+    *(0.5, 0.0),
+    *(1.0, 0.0),
+  ]
+  boxed = Turn("answer", "<answer>\\boxed{Oslo}</answer>")
+  assert worth("research", "in Oslo", turns=(SEARCHED, boxed)).total == pytest.approx(2 / 3)
+  assert worth("research", "Rome", turns=(SEARCHED, boxed)).total == 0.1
+
+
+@pytest.mark.parametrize(
+  "answer, stop, texts",
+  [
+    (None, "answer", ["<answer>Oslo</answer>"]),  # no box
+    ("Oslo", "answer", ["<think>a<answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["<answer>x</answer> <answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["<search>a <search>b</search>", "<answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["<search>a</search>", "<search> <answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["<result>x</result><answer>\\boxed{Oslo}</answer>"]),
+    (None, "length", ["<search>a</search>", "<think>"]),
+  ],
+)
+def test_researchs_format_is_broken(answer, stop, texts):
+  kinds = ["call"] * (len(texts) - 1) + ["answer" if stop == "answer" else "invalid"]
+  turns = tuple(Turn(kind, text) for kind, text in zip(kinds, texts))
+  assert worth("research", answer, stop, turns=turns).total == 0.0
+
+
+@pytest.mark.parametrize(
+  "answer, golden, refined, reward",
+  [
+    ("Oslo", ["Oslo"], "", 1.0),
+    ("in Oslo", ["Oslo"], "", 2 / 3),
+    ("Rome", ["Oslo"], "the city of OSLO.", 0.1),
+    ("Rome", ["Oslo"], "Bergen", 0.0),
+    (None, ["Oslo"], "Oslo", 0.0),
+    ("yes it is", ["yes"], "", 0.0),  # a golden yes has to be met exactly
+    ("yes", ["yes"], "", 1.0),
+    ("no", ["no one"], "", 0.0),
+    ("Rome", ["A"], "a city", 0.0),  # nothing is left of this golden answer
+  ],
+)
+def test_autorefines_reward(answer, golden, refined, reward):
+  assert methods.autorefine(answer, golden, refined) == pytest.approx(reward)
+
+
+def test_stepsearchs_reward_by_hand():
+  # F1 0.8, M = 2 with best F1s 0.5 and 1.0: 0.8 + 0.618 x 0.75
+  groups = [["a1 b1 c1", "x1 b2 c2"], ["d1 e1"]]
+  covered = methods.sub_query_f1(["a1", "d1 e1", "zz"], groups)
+  assert covered == pytest.approx((2 * 1 / 4 + 1) / 2)
+  assert methods.stepsearch(0.8, 0.75, True) == pytest.approx(1.2635)
+  assert methods.stepsearch(0.8, 0.75, False) == -1.0
+  assert methods.sub_query_f1([], groups) == methods.sub_query_f1(["a1"], []) == 0.0
+
+
+def test_stepsearch_counts_what_follows_the_answer_as_none():
+  groups = {"q": [["b"]]}
+  reward = rewards.make("stepsearch", groups)
+  assert reward(trajectory("Oslo", turns=(SEARCHED, ANSWERED))).total == pytest.approx(1.618)
+  late = Turn("answer", ANSWERED.text + "I am sure.")
+  assert reward(trajectory("Oslo", turns=(SEARCHED, late))).total == -1.0
+  assert reward(trajectory(None, "turns", turns=(SEARCHED,))).total == -1.0
+
+
+def test_reference_queries_come_from_a_file_that_is_checked(tmp_path):
+  path = tmp_path / "sub_queries.jsonl"
+  path.write_text('{"id": "q", "sub_queries": [["b", "c"], ["d"]]}\n')
+  made = rewards.of(rewards.RewardSettings("stepsearch", str(path)))
+  found = made(trajectory("Oslo", turns=(SEARCHED, ANSWERED))).total
+  assert found == pytest.approx(1 + 0.618 * 0.5)
+  path.write_text('{"id": "q", "sub_queries": ["b"]}\n{"id": 1}\n')
+  with pytest.raises(ValueError, match="holds 2 bad lines; each must be a question"):
+    rewards.of(rewards.RewardSettings("stepsearch", str(path)))
+  with pytest.raises(ValueError, match="holds no line"):
+    rewards.of(rewards.RewardSettings("stepsearch", str(tmp_path / "absent")))
+  with pytest.raises(ValueError, match="needs reference queries; .*reward.sub_queries=PATH"):
+    rewards.make("f1 + stepsearch")
+
+
+def test_a_mistyped_reward_is_told_the_nearest():
+  with pytest.raises(ValueError, match="'reserch' is no reward; .*did you mean research?"):
+    rewards.make("reserch")

@@ -3,6 +3,7 @@ warm start is."""
 
 import json
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -189,29 +190,55 @@ def test_a_sweep_over_a_key_or_type_that_the_config_lacks_is_refused(change, sen
 # --- Methods ---
 
 
-@pytest.mark.parametrize("method", baselines.METHODS)
+@pytest.mark.parametrize("method", [*baselines.METHODS, *baselines.PUBLISHED])
 def test_a_method_changes_what_it_says_and_nothing_else(method):
   base = files.flatten(json.loads(search_r1.get_config("tiny").to_json()))
   made = files.flatten(json.loads(baselines.get_config(method).to_json()))
   changed = {key for key in base | made if base.get(key) != made.get(key)}
-  assert changed <= set(baselines.METHODS[method]) | {"advantage.alpha_steps"}
-  for key, value in baselines.METHODS[method].items():
-    assert made[key] == (value(search_r1.get_config("tiny")) if callable(value) else value)
-
-
-def test_search_r1s_ppo_takes_as_many_rollouts_and_a_critic_ten_times_as_fast():
-  for preset in search_r1.PRESETS:
-    plain, ppo = search_r1.get_config(preset), baselines.get_config(f"search_r1_ppo:{preset}")
-    rollouts = lambda c: c.data.questions_per_step * c.rollout.samples_per_question
-    assert rollouts(ppo) == rollouts(plain) and ppo.rollout.samples_per_question == 1
-    assert ppo.ppo.learning_rate == 10 * plain.optimizer.learning_rate
+  fields = baselines.fields_of(method)
+  assert changed <= set(fields) | {"advantage.alpha_steps", "retriever.noise_steps"}
+  for key, value in fields.items():
+    assert made[key] == (list(value) if isinstance(value, tuple) else value)
 
 
 def test_every_method_is_one_that_training_accepts():
   from stratified.runs import build
 
-  for method in baselines.METHODS:
+  for method in (*baselines.METHODS, *baselines.PUBLISHED):
     build.build(baselines.get_config(method), task=False)
+
+
+@pytest.mark.parametrize("preset", ["smollm2", "base", "instruct"])
+def test_every_published_method_is_a_config_on_every_preset(preset):
+  from stratified.runs import refusals
+
+  base = search_r1.get_config(preset)
+  for method in baselines.PUBLISHED:
+    config = baselines.get_config(f"{method}:{preset}")
+    refusals.check_settings(config)
+    if config.rollout.protocol != base.rollout.protocol:
+      assert config.rollout.protocol.endswith("_few_shot") == (preset == "smollm2")
+    assert config.policy.checkpoint == base.policy.checkpoint
+
+
+def test_every_published_method_names_its_row_and_its_source():
+  for method, make in baselines.PUBLISHED.items():
+    assert "row" in make.__doc__ or "|" in make.__doc__ or "average" in make.__doc__, method
+    assert "stratified" in method or re.search(r"\d{4}\.\d{5}|tinker|LLDS", make.__doc__), method
+    assert f"`{method}`" in baselines.__doc__, method
+
+
+def test_search_r1s_ppo_takes_as_many_rollouts_and_a_critic_ten_times_as_fast():
+  for preset, rollouts in (("tiny", 256), ("smollm2", 8), ("base", 512)):
+    plain, ppo = search_r1.get_config(preset), baselines.get_config(f"search_r1_ppo:{preset}")
+    assert (ppo.data.questions_per_step, ppo.rollout.samples_per_question) == (rollouts, 1)
+    assert ppo.ppo.learning_rate == 10 * plain.optimizer.learning_rate
+
+
+def test_the_noise_rises_over_the_run_however_long_it_is():
+  config = baselines.get_config("zerosearch")
+  config.num_steps = 20
+  assert config.retriever.noise_steps == 20
 
 
 def test_annealing_ends_with_the_run_however_long_it_is():
@@ -453,4 +480,4 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
     "data.hop_shares",
     "optimizer.clip_norm",
   } <= seen
-  assert not seen & set(settings.not_in_warm_start())
+  assert sorted(seen & set(settings.not_in_warm_start())) == []

@@ -18,7 +18,7 @@ def score(exact, f1=None, **fields):
 RAG = {
   "label": "RAG",
   "sets": {"popqa": score(0.387), "nq": score(0.348), "mine": score(0.5)},
-  "average": {"exact_match": 0.41, "f1": 0.41},
+  "average": {"exact_match": 0.41, "f1": 0.41, "exact_match_micro": 0.39},
 }
 ONE = {"label": "a_b | 50%", "sets": {"nq": score(0.4)}, "average": {"exact_match": 0.4}}
 
@@ -51,8 +51,8 @@ def test_sets_stand_in_the_papers_order_and_others_after_them():
 
 def test_markdown_has_dashes_where_a_row_was_not_evaluated_and_no_average_of_unlike_sets():
   assert tables.markdown([RAG, ONE]) == (
-    "| exact match x 100 | NQ | PopQA | mine | average |\n|---|---|---|---|---|\n"
-    "| RAG | 34.8 | 38.7 | 50.0 | 41.0 |\n| a_b \\| 50% | 40.0 | - | - | - |"
+    "| exact match x 100 | NQ | PopQA | mine | average | micro |\n|---|---|---|---|---|---|\n"
+    "| RAG | 34.8 | 38.7 | 50.0 | 41.0 | 39.0 |\n| a_b \\| 50% | 40.0 | - | - | - | - |"
   )
   assert "| F1 x 100 |" in tables.markdown([RAG], "f1")
 
@@ -60,12 +60,12 @@ def test_markdown_has_dashes_where_a_row_was_not_evaluated_and_no_average_of_unl
 def test_latex_is_escaped_and_the_best_is_bold():
   assert tables.latex([RAG, ONE]) == "\n".join(
     [
-      r"\begin{tabular}{lcccc}",
+      r"\begin{tabular}{lccccc}",
       r"\toprule",
-      r"Method & NQ & PopQA & mine & Avg. \\",
+      r"Method & NQ & PopQA & mine & Avg. & micro \\",
       r"\midrule",
-      r"RAG & 34.8 & \textbf{38.7} & \textbf{50.0} & \textbf{41.0} \\",
-      r"a\_b | 50\% & \textbf{40.0} & - & - & - \\",
+      r"RAG & 34.8 & \textbf{38.7} & \textbf{50.0} & \textbf{41.0} & \textbf{39.0} \\",
+      r"a\_b | 50\% & \textbf{40.0} & - & - & - & - \\",
       r"\bottomrule",
       r"\end{tabular}",
     ]
@@ -116,3 +116,21 @@ def test_a_comparison_tells_small_p_values_in_full():
   lines = tables.comparison("ours", "theirs", found).splitlines()
   assert lines[2] == "| NQ | 9 | -5.0 | -10.0 to 1.0 | - | - | - | 0.2500 |"
   assert lines[3] == "| average | 20 | +10.0 | 5.0 to 15.0 | 30 | 2 | 2.5e-07 | 0.0001 |"
+
+
+def test_bamboogle_is_left_out_of_a_mean_of_its_own_and_families_are_told():
+  average = {"exact_match": 0.5, "exact_match_without_bamboogle": 0.4, "exact_match_micro": 0.41}
+  row = {"label": "x", "sets": {"nq": score(0.4), "bamboogle": score(0.6)}, "average": average}
+  text = tables.markdown([row | {"family": "one context"}, row | {"label": "y"}])
+  assert text == (
+    "| exact match x 100 | NQ | Bamboogle | average | without Bamboogle | micro | family |\n"
+    "|---|---|---|---|---|---|---|\n"
+    "| x | 40.0 | 60.0 | 50.0 | 40.0 | 41.0 | one context |\n"
+    "| y | 40.0 | 60.0 | 50.0 | 40.0 | 41.0 | - |"
+  )
+  text = tables.latex([row | {"family": "one context"}])
+  assert r"\begin{tabular}{lcccccl}" in text
+  assert r"Avg. & without Bamboogle & micro & Family \\" in text
+  assert r"x & 40.0 & 60.0 & 50.0 & 40.0 & 41.0 & one context \\" in text
+  # a single set has one mean
+  assert "micro" not in tables.markdown([{"label": "x", "sets": {"nq": score(0.4)}, "average": {}}])

@@ -1,6 +1,7 @@
 """Native tool calls: how they are read, what is fed, and that a rollout's tokens are the template's
 text exactly."""
 
+import dataclasses
 import json
 import math
 import time
@@ -239,6 +240,72 @@ def test_an_observation_is_cut_at_whole_passages_and_always_closed():
     assert text.count("<tool_response>") == text.count("</tool_response>") >= 1
 
 
+###  Thoughts  ###
+
+
+def test_an_answer_drafted_in_a_thought_does_not_end_the_turn():
+  draft, rest = "<think>maybe <answer> Rome </answer>", ", no</think><answer> Oslo </answer>"
+  trajectory, sampler, _ = run(draft, rest + " and more")
+  said_ = draft + rest
+  assert text_of(trajectory) == conversation(said(said_))
+  assert (trajectory.answer, len(trajectory.turns)) == ("Oslo", 1)
+  policy = [segment for segment in trajectory.segments if segment.origin == "policy"]
+  assert [len(segment.log_probs) for segment in policy] == [len(said_)]  # one turn, one segment
+  first, second = sampler.requests
+  assert second.token_ids == first.token_ids + policy[0].token_ids[: len(draft)]
+  assert first.max_new_tokens - second.max_new_tokens == len(draft)
+
+
+def test_drafts_share_the_budget_of_their_turn():
+  limits = Limits(**vars(WIDE) | {"max_turn_tokens": 50})
+  draft = "<answer>a</answer>"
+  trajectory, _, _ = run("<think>" + draft, draft, draft, draft, limits=limits)
+  assert len(trajectory.segments[1].token_ids) == 50 and len(trajectory.turns) == 1
+  assert trajectory.answer == "a"  # a thought that is never closed is taken for speech
+
+
+def test_a_call_after_a_drafted_answer_is_made():
+  draft, rest = "<think><answer>Rome</answer>", " or not</think>" + call("Oslo")
+  trajectory, _, retriever = run(draft, rest + "<|im_end|>", "<answer>Oslo</answer>")
+  turn = draft + rest
+  assert retriever.calls == [["Oslo"]] and trajectory.answer == "Oslo"
+  assert text_of(trajectory) == conversation(said(turn), told(OSLO), said("<answer>Oslo</answer>"))
+
+
+def test_a_thought_that_the_prompt_opens_holds_drafts_too():
+  thinking = dataclasses.replace(
+    CHAT, source=QWEN25.replace("assistant\\n'", "assistant\\n<think>'")
+  )
+  protocol = dataclasses.replace(PROTOCOL, chat=thinking)
+  assert protocol.prompt("Where?").endswith("<think>")
+  trajectory, _, _ = run("<answer>a</answer>", " no</think><answer>b</answer>", protocol=protocol)
+  assert trajectory.answer == "b"
+
+
+def test_a_turn_lost_after_a_draft_keeps_what_was_sampled():
+  class Lost(Sampler):
+    def submit(self, request):
+      super().submit(request)
+      if len(self.requests) > 1:
+        self.ready = [dataclasses.replace(self.ready[-1], finish="fault", fault="gone")]
+
+  sampler = Lost("<think><answer>a</answer>", "b</think>")
+  [[trajectory]] = loop.collect(
+    [QUESTION],
+    sampler=sampler,
+    tools=(Search(Retriever(), 2),),
+    tokenizer=Tokenizer(),
+    protocol=PROTOCOL,
+    limits=WIDE,
+    samples_per_question=1,
+    step=0,
+  )
+  assert trajectory.fault == "gone"
+  assert (
+    Tokenizer().decode(trajectory.segments[1].token_ids) == "<think><answer>a</answer>b</think>"
+  )
+
+
 ###  Hostile text  ###
 
 
@@ -474,6 +541,41 @@ def test_a_template_without_a_place_for_results_is_refused_with_the_way_out():
   )
   with pytest.raises(ValueError, match="no place for a tool's results.*search_r1"):
     ToolCalls(ChatTemplate(plain), "<|im_end|>")
+
+
+# As SmolLM2's: any role between its marks, and not a word of tools.
+IGNORES = """\
+{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system
+Be helpful.<|im_end|>
+{% endif %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_template_that_ignores_tools_is_refused_with_two_ways_out():
+  with pytest.raises(ValueError, match="shows nothing of the tools.*tool_schema=system, or .*r1"):
+    ToolCalls(ChatTemplate(IGNORES), "<|im_end|>")
+
+
+def test_the_schema_may_stand_in_the_system_message():
+  protocol = tool_calls.tool_calls(
+    ChatTemplate(IGNORES), Tokenizer(), (Search, Calculator), "system"
+  )
+  prompt = protocol.prompt("Where?")
+  for tool in (Search, Calculator):
+    assert prompt.count(json.dumps(described(tool), ensure_ascii=False)) == 1
+  assert prompt.count("<|im_start|>system") == 1 and "Be helpful." not in prompt
+
+  search = tool_calls.tool_calls(ChatTemplate(IGNORES), Tokenizer(), (Search,), "system")
+  trajectory, _, _ = run(call("Oslo") + "<|im_end|>", "<answer>x</answer>", protocol=search)
+  assert text_of(trajectory) == search.prompt("Where?") + (
+    f"{call('Oslo')}<|im_end|>\n<|im_start|>tool\n{OSLO}<|im_end|>\n<|im_start|>assistant\n"
+    "<answer>x</answer>"
+  )
+  # also for a template that would show it itself: once
+  protocol = dataclasses.replace(PROTOCOL, schema="system")
+  assert protocol.prompt("Where?").count(json.dumps(SEARCH, ensure_ascii=False)) == 1
 
 
 def test_a_template_that_refuses_tools_is_refused():

@@ -14,6 +14,9 @@ arguments of `run`; agents/baselines has them. A protocol may bring
     searches    (least, most) calls of a rollout; most is None where max_turns bounds them
     ends_turns  True where each turn ends with the end-of-text token, which is fed where the policy
                 did not come to it
+    goes_on     `goes_on(text)`: whether a turn that met a stop string is not over (it is in the
+                middle of a thought), and is sampled on
+    last_words  fed before the generation that may only answer
 
 A request's key names the rollout that it continues. A generation beside the rollout, with a context
 of its own, has a `side_key`, which no rollout has.
@@ -102,7 +105,7 @@ def check(setting: Setting):
       setting.protocol.information([]), setting.encode
     )
   }
-  if setting.protocol.tools:  # else nothing is ever corrected
+  if setting.protocol.tools and setting.protocol.corrective:  # else nothing is ever corrected
     fixed["the corrective observation"] = len(setting.encode(setting.protocol.corrective))
   for what, needed in fixed.items():
     if needed > limit:
@@ -189,8 +192,9 @@ def run(
   """Generates, acts, observes, until an answer, the last turn or the end of a budget: the agent.
 
   Turns 0 to max_turns - 1 may call tools; the generation after them may only answer. A turn that
-  neither calls nor answers gets the protocol's corrective observation and costs a turn. A call for
-  which no turn or no room is left is not run and does not count.
+  neither calls nor answers gets the protocol's corrective observation and costs a turn; where the
+  protocol has none, it ends the rollout. A call for which no turn or no room is left is not run and
+  does not count.
   """
   agent = Agent(setting, question, key, prompt_ids)
   return (yield from agent.to_end(agent.take_turns()))
@@ -205,6 +209,7 @@ class Agent:
     self.segments = [Segment(prompt_ids, "prompt")]
     self.turns = []
     self.num_side, self.side_tokens = 0, 0
+    self.last_words = ()  # what is fed after the next observation, for which room is kept
 
   def to_end(self, turns: Turns) -> Rollout:
     """Runs the turns and returns the trajectory, also where something outside the policy broke."""
@@ -226,16 +231,19 @@ class Agent:
       if action.kind == "answer":
         self.turns.append(Turn("answer", text))
         return action.answer, "answer"
-      if turn == limits.max_turns:
+      given_up = action.kind == "invalid" and not self.setting.protocol.corrective
+      if turn == limits.max_turns or given_up:
         self.turns.append(Turn(action.kind, text))
         break
+      if turn + 1 == limits.max_turns:
+        self.last_words = self.setting.encode(getattr(self.setting.protocol, "last_words", ""))
       if action.kind == "call":
         observation = yield from self.use(text, action.calls, digest, action.sizes)
       else:
         observation = self.correct(text)
       if observation is None:
         return None, "length"
-      self.feed(observation)
+      self.feed(observation + self.last_words)
       self.feed(opening(self.setting, self.num_calls()))
     return None, "turns" if self.room() else "length"
 
@@ -249,7 +257,8 @@ class Agent:
     protocol = self.setting.protocol
     forced = forced or _forced(self.setting, self.num_calls())
     stops = (protocol.closing(forced),) if forced else protocol.stops
-    text = yield from self.sample(stops, last=final or forced == ANSWER)
+    goes_on = None if forced else getattr(protocol, "goes_on", None)
+    text = yield from self.sample(stops, last=final or forced == ANSWER, goes_on=goes_on)
     if not forced:
       return text, protocol.parse(text)
     begun = protocol.opening(forced) + text
@@ -262,23 +271,42 @@ class Agent:
       action = protocol.parse(begun + protocol.closing(forced), forced)
     return text, action
 
-  def sample(self, stops: tuple[str, ...], *, last: bool = False, reserve: int = 0):
-    """Samples up to one of `stops`, or to `reserve` tokens before the budget's end; the text."""
-    longest = min(self.setting.limits.max_turn_tokens, self.room() - reserve)
-    request = Request(self.key, self.context, longest, stops, last)
-    token_ids = self.sampled((yield request))
-    self.check_end(token_ids, request)
-    return self.decode(token_ids)
+  def sample(
+    self,
+    stops: tuple[str, ...],
+    *,
+    last: bool = False,
+    reserve: int = 0,
+    goes_on: Callable[[str], bool] | None = None,
+  ):
+    """Samples up to one of `stops`, or to `reserve` tokens before the budget's end; the text.
 
-  def sampled(self, completion: Completion) -> tuple[int, ...]:
-    """Keeps what was sampled, also the beginning of a lost generation."""
+    goes_on: says of the text up to a stop string that the turn is not over: it is sampled on.
+    """
+    longest = min(self.setting.limits.max_turn_tokens, self.room() - reserve)
+    token_ids = ()
+    while True:
+      left = longest - len(token_ids)
+      request = Request(self.key, self.context, left, stops, last and not goes_on)
+      new = self.sampled((yield request), joined=bool(token_ids))
+      self.check_end(new, request)
+      token_ids += new
+      text = self.decode(token_ids)
+      met_stop = new and new[-1] not in self.setting.ends and len(new) < left
+      if not (goes_on and met_stop and goes_on(text)):
+        return text
+
+  def sampled(self, completion: Completion, joined: bool = False) -> tuple[int, ...]:
+    """Keeps what was sampled, also the beginning of a lost generation.
+
+    joined: it goes on with the segment before it, and becomes a part of that.
+    """
     token_ids, log_probs = tuple(completion.token_ids), tuple(completion.log_probs)
     lost = completion.finish == "fault"
     if token_ids and not (lost and len(log_probs) != len(token_ids)):
       self.context += token_ids
-      self.segments.append(
-        Segment(token_ids, "policy", log_probs, tuple(completion.weight_versions))
-      )
+      new = Segment(token_ids, "policy", log_probs, tuple(completion.weight_versions))
+      self.segments += [_join(self.segments.pop(), new) if joined else new]
     if lost:
       raise Fault(completion.fault or "the sampler lost this generation without saying why")
     return token_ids
@@ -361,7 +389,8 @@ class Agent:
   def room_to_observe(self, new_calls: int = 0) -> int:
     """Tokens that an observation may take and leave room for an answer and its forced opening."""
     forced = opening(self.setting, self.num_calls() + new_calls)
-    return self.room() - self.setting.limits.answer_tokens - len(forced)
+    kept = self.setting.limits.answer_tokens + len(forced) + len(self.last_words)
+    return self.room() - kept
 
   def num_calls(self) -> int:
     return sum(len(turn.calls) for turn in self.turns)
@@ -403,3 +432,13 @@ class Agent:
       self.setting.weight_version,
       side_tokens=self.side_tokens,
     )
+
+
+def _join(before: Segment, after: Segment) -> Segment:
+  """One policy segment of two that follow each other."""
+  versions = before.weight_versions + after.weight_versions
+  if bool(before.weight_versions) != bool(after.weight_versions):
+    raise Fault("the sampler told the weight versions of one part of a turn only")
+  return Segment(
+    before.token_ids + after.token_ids, "policy", before.log_probs + after.log_probs, versions
+  )

@@ -64,9 +64,13 @@ class ChatTemplate:
         "without it (rollout.chat_template = False) or mend the model directory's template"
       ) from error
 
-  def user(self, message: str) -> str:
-    """Renders one user message and the opening of the assistant's turn, as a protocol wants it."""
-    return self.render([{"role": "user", "content": message}])
+  def user(self, message: str, system: str = "") -> str:
+    """Renders one user message and the opening of the assistant's turn, as a protocol wants it.
+
+    system: stands in a system message before it, where it is given.
+    """
+    told = [{"role": "system", "content": system}] if system else []
+    return self.render([*told, {"role": "user", "content": message}])
 
 
 def load(directory: str | os.PathLike) -> ChatTemplate:

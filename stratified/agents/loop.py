@@ -16,7 +16,7 @@ from stratified.agents.limits import Limits
 from stratified.agents.tags import Tags
 from stratified.sampling.interface import Request, Sampler
 from stratified.tools import base
-from stratified.tools.base import Tool, ToolError
+from stratified.tools.base import Asker, Tool, ToolError
 from stratified.types import Question, Segment, Trajectory
 
 Key = tuple[int, int, int]
@@ -44,8 +44,8 @@ def collect(
     sampler: see sampling/interface.py; requests carry the key (step, index of the question,
       sample).
     tools: see tools/base.py; each is run once a round, with the distinct arguments of all waiting
-      rollouts. A ToolError in place of a Result loses the rollouts that made this call, a raised
-      one all of that round.
+      rollouts (and of their questions, for a tool that is told who asks). A ToolError in place of a
+      Result loses the rollouts that made this call, a raised one all of that round.
     tokenizer: `encode(str) -> list[int]`, `decode(list[int]) -> str`, `eos_id`.
     protocol: what is fed and how text is read, see tags.py.
     limits: see Limits.
@@ -88,7 +88,8 @@ def collect(
     )
   ended = _Ended(on_end)
   rollouts = _start(zip(indices, questions), samples_per_question, step, setting, ended)
-  _drive(rollouts, ended, sampler, by_name, progress)
+  askers = {q: Asker(step, question) for q, question in zip(indices, questions)}
+  _drive(rollouts, ended, sampler, by_name, askers, progress)
   return [[ended[step, q, k] for k in range(samples_per_question)] for q in indices]
 
 
@@ -146,14 +147,14 @@ def _start(numbered, samples, step, setting, ended) -> dict[Key, agent.Rollout]:
   return rollouts
 
 
-def _drive(rollouts, ended, sampler, tools, progress):
+def _drive(rollouts, ended, sampler, tools, askers, progress):
   """Advances every rollout to its end; fills `ended`."""
   total = len(rollouts) + len(ended)
   # key of the generation -> that of its rollout; they differ for one beside the rollout
   waiting = {}
   sends = {key: None for key in rollouts}
   while sends:
-    requests = _advance(sends, rollouts, ended, tools)
+    requests = _advance(sends, rollouts, ended, tools, askers)
     for key in sorted(requests):
       sampler.submit(requests[key])
       waiting[requests[key].key] = key
@@ -162,7 +163,7 @@ def _drive(rollouts, ended, sampler, tools, progress):
     sends = _poll(sampler, waiting) if waiting else {}
 
 
-def _advance(sends, rollouts, ended, tools) -> dict[Key, Request]:
+def _advance(sends, rollouts, ended, tools, askers) -> dict[Key, Request]:
   """Sends each rollout its result, and runs tools until all have ended or want the sampler."""
   requests = {}
   while sends:
@@ -174,23 +175,30 @@ def _advance(sends, rollouts, ended, tools) -> dict[Key, Request]:
         ended[key] = stop.value
         continue
       (requests if isinstance(effect, Request) else uses)[key] = effect
-    sends = _run(uses, tools) if uses else {}
+    sends = _run(uses, tools, askers) if uses else {}
   return requests
 
 
-def _run(uses: dict[Key, agent.Use], tools: dict[str, Tool]) -> dict:
+def _run(uses: dict[Key, agent.Use], tools: dict[str, Tool], askers: dict[int, Asker]) -> dict:
   """Runs each tool once with the distinct arguments of all calls; results, or errors, by key."""
-  calls = list(dict.fromkeys(call for use in uses.values() for call in use.calls))
+  told = {name for name, tool in tools.items() if base.takes_askers(tool)}
+  calls = {
+    key: [
+      (name, argument, askers[key[1]] if name in told else None) for name, argument in use.calls
+    ]
+    for key, use in uses.items()
+  }
+  distinct = list(dict.fromkeys(call for of in calls.values() for call in of))
   found = {}
-  for name in dict.fromkeys(name for name, _ in calls):
+  for name in dict.fromkeys(name for name, *_ in distinct):
     if name not in tools:
       raise ValueError(
         f"the protocol calls {name!r}, but the tools are {', '.join(tools) or 'none'}; give it that"
       )
-    arguments = [argument for tool, argument in calls if tool == name]
-    results = base.results_of(tools[name], arguments)
-    found |= {(name, argument): result for argument, result in zip(arguments, results)}
-  return {key: _together([found[call] for call in use.calls]) for key, use in uses.items()}
+    mine = [call for call in distinct if call[0] == name]
+    _, arguments, asked_by = map(list, zip(*mine))
+    found |= dict(zip(mine, base.results_of(tools[name], arguments, asked_by)))
+  return {key: _together([found[call] for call in of]) for key, of in calls.items()}
 
 
 def _together(results: list) -> list | ToolError:

@@ -119,16 +119,46 @@ def shown(items: Sequence[Sequence[Passage | str]], first: int = 1) -> list[str]
   return texts
 
 
+BOX = "\\boxed{"
+
+
+def boxed(text: str) -> str | None:
+  """The content of the last `\\boxed{...}` whose braces close, stripped; None without one."""
+  found, at = None, text.find(BOX)
+  while at >= 0:
+    begin = end = at + len(BOX)
+    depth = 1
+    while depth and end < len(text):
+      depth += {"{": 1, "}": -1}.get(text[end], 0)
+      end += 1
+    if depth:  # never closed, so none that opens later ends outside of it
+      break
+    found, at = text[begin : end - 1].strip(), text.find(BOX, end)
+  return found
+
+
+# How the answer is read from what stands between its tags, and how it is written there.
+READ: dict[str, Callable[[str], str | None]] = {"plain": str.strip, "boxed": boxed}
+WRITTEN = {"plain": "<answer> {}</answer>", "boxed": "<answer> \\boxed{{{}}}</answer>"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Tags:
-  """The tag protocol with its wording.
+  """A tag protocol with its wording; stratified/agents/protocols.py has those of published methods.
 
   template: the one user message; `{question}` stands for the question. Where it holds `{passages}`
     too, the rollout searches first and puts what it found there.
-  render: turns that message into the text that is tokenised (a chat template); None feeds it as is.
-  corrective: fed after a turn that neither calls a tool nor answers.
-  before, after: stand around an observation.
+  system: the instruction, where a chat template shows it as a system message and the bare question
+    as the user's; empty shows the template as the user's.
+  render: turns (message, system message) into the text that is tokenised (a chat template); None
+    feeds the template as it is.
+  corrective: fed after a turn that neither calls a tool nor answers; empty ends the rollout there.
+  results: the tag around an observation. before, after: stand around it; inside: between the tag
+    and what it holds, on both sides.
   separator: between results. nothing_found: in place of results.
+  last_words: fed before the generation that may only answer.
+  digest: the tag in which the policy sums up what it was told, in protocols that ask for it.
+  answer: how the answer is read, a name of READ.
   tools: names of those that the policy may call.
   more_stops: strings beside the closing tags that end a turn.
   rollout, searches: see agent.py; None is the agent that calls and answers.
@@ -137,12 +167,18 @@ class Tags:
   """
 
   template: str = prompts.SEARCH_R1
-  render: Callable[[str], str] | None = None
+  system: str = ""
+  render: Callable[..., str] | None = None
   corrective: str = prompts.CORRECTIVE
+  results: str = "information"
   before: str = "\n\n"
   after: str = "\n\n"
+  inside: str = ""
   separator: str = "\n"
   nothing_found: str = "No passages found."
+  last_words: str = ""
+  digest: str = ""
+  answer: str = "plain"
   tools: tuple[str, ...] = ("search",)
   more_stops: tuple[str, ...] = ()
   rollout: Callable | None = None
@@ -154,6 +190,11 @@ class Tags:
         "the prompt template has no {question}: the policy would never see what is asked; "
         f"put it in, it begins {self.template[:60]!r}"
       )
+
+  @property
+  def family(self) -> str:
+    """Says in tables which protocols compare: how often a rollout searches, and in what context."""
+    return {(0, 0): "no search", (1, 1): "one search"}.get(self.searches, "one context")
 
   @property
   def stops(self) -> tuple[str, ...]:
@@ -171,13 +212,33 @@ class Tags:
     while mark in question:
       mark += "\ue000"
     # not str.format: worked examples and questions may hold braces
-    message = self.template.replace("{passages}", mark)
-    message = message.replace("{question}", spelled_out(question))
-    return tuple((self.render(message) if self.render else message).split(mark))
+    asked = spelled_out(question)
+    message = self.template.replace("{passages}", mark).replace("{question}", asked)
+    if self.render:
+      message = self.render(asked, self.system) if self.system else self.render(message)
+    return tuple(message.split(mark))
 
   def parse(self, text: str, only: str | None = None) -> Action:
     """Reads what a turn's text asks for; `only` is the tool, or answer, that was forced open."""
-    return parse(text, (only,) if only else (*self.tools, ANSWER))
+    action = parse(text, (only,) if only else (*self.tools, ANSWER))
+    if action.kind != "answer":
+      return action
+    return dataclasses.replace(action, answer=READ[self.answer](action.answer))
+
+  def answered(self, answer: str) -> str:
+    """Writes an answer as the protocol wants it; a demonstration's last turn."""
+    return WRITTEN[self.answer].format(answer)
+
+  def digested(self, fact: str) -> str:
+    """Writes what a demonstration has learnt from an observation; nothing where none is asked."""
+    return f"<{self.digest}> {fact}</{self.digest}>" if self.digest else ""
+
+  @property
+  def marks(self) -> tuple[str, ...]:
+    """The tags, and whatever else, that a policy has to write or read."""
+    names = (*self.tools, ANSWER, self.results, *filter(None, [self.digest]))
+    tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
+    return (*tags, *([BOX] if self.answer == "boxed" else []))
 
   def opening(self, tag: str) -> str:
     """The text that forces a turn to call a tool, or to answer."""
@@ -190,9 +251,9 @@ class Tags:
     """Makes the observation for the items of all calls of a turn, passages numbered from 1."""
     pieces = [("" if i == 0 else self.separator) + text for i, text in enumerate(shown(items))]
     return Information(
-      self.before + "<information>",
+      f"{self.before}<{self.results}>{self.inside}",
       tuple(pieces or [self.nothing_found]),
-      "</information>" + self.after,
+      f"{self.inside}</{self.results}>{self.after}",
     )
 
 

@@ -14,6 +14,9 @@ The template is run once, on marks in place of texts, to learn what it writes be
 the policy. During a rollout it is never run again: a turn's token ids stay as they were
 sampled, and only the text between turns is encoded, each piece by itself. ToolCalls has the
 attributes of tags.Tags, so the agent does not know the difference.
+
+Some templates take the tools' schemas and show nothing of them (SmolLM2's). The policy would never
+see its tools, so such a template is refused, unless the schemas stand in the system message.
 """
 
 from collections.abc import Sequence
@@ -62,6 +65,12 @@ That held neither a call of a tool that can be read nor an answer. A call is one
 between <tool_call> and \
 </tool_call>, such as {call}. An answer stands between <answer> and </answer>. Try again."""
 
+SCHEMAS = """\
+You may call tools. A call is one JSON object with a name and arguments between <tool_call> and \
+</tool_call>; its result comes back in the next message. The tools, a JSON schema a line:
+{schemas}"""
+PLACES = ("template", "system")  # where the schemas are shown
+
 _MARKS = tuple(chr(0xE000 + i) * 3 for i in range(4))  # private characters, which no template knows
 
 
@@ -85,9 +94,11 @@ class ToolCalls:
   template: the user message; `{question}` stands for the question.
   corrective_text: said after a turn that neither calls nor answers.
   max_calls: the most in one turn; more make it invalid, as does any call that can't be read.
+  schema: where the tools' schemas stand, one of PLACES: where the template puts them, or in a
+    system message of ours.
 
-  Raises ValueError where the template can't carry a tool's results, or ends turns with another
-  token.
+  Raises ValueError where the template does not show the schemas that it is given, can't carry a
+  tool's results, or ends turns with another token.
   """
 
   chat: ChatTemplate
@@ -98,7 +109,9 @@ class ToolCalls:
   separator: str = "\n"
   nothing_found: str = "No passages found."
   max_calls: int = 8
+  schema: str = "template"
 
+  family = "one context"
   stops = ("</answer>",)  # a turn with calls ends with the end-of-text token: there may be several
   ends_turns = True  # the agent feeds that token where a turn was cut before it
 
@@ -108,6 +121,13 @@ class ToolCalls:
         f"the prompt template has no {{question}}; put it in, it begins {self.template[:60]!r}"
       )
     _ = self._frame
+    shown = self._rendered([{"role": "user", "content": ""}])
+    if shown == self.chat.user("") and self.schema == "template":
+      raise ValueError(
+        "the model's chat template shows nothing of the tools that it is given, so the policy "
+        "would never see their schema; show it in the system message with "
+        "--config.rollout.tool_schema=system, or set rollout.protocol to search_r1"
+      )
 
   @property
   def tools(self) -> tuple[str, ...]:
@@ -120,7 +140,24 @@ class ToolCalls:
   def prompt(self, question: str) -> str:
     """Opens the rollout; a question that spells a control token can't open or end a message."""
     message = self.template.replace("{question}", neutralise(question))
-    return self.chat.render([{"role": "user", "content": message}], tools=self._schemas)
+    return self._rendered([{"role": "user", "content": message}])
+
+  def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
+    """Renders messages with the schemas where they are to stand."""
+    if self.schema == "template":
+      return self.chat.render(messages, tools=self._schemas)
+    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self._schemas)
+    system = {"role": "system", "content": SCHEMAS.replace("{schemas}", lines)}
+    return self.chat.render([system, *messages])
+
+  def goes_on(self, text: str) -> bool:
+    """Whether a turn's text is within a thought, in which an answer is a draft."""
+    text = "<think>" * self._opens_a_thought + text
+    return text.rfind("<think>") > text.rfind("</think>")
+
+  @functools.cached_property
+  def _opens_a_thought(self) -> bool:
+    return self.prompt("").rstrip().endswith("<think>")
 
   def parse(self, text: str, only: str | None = None) -> Action:
     """Reads the calls of a turn, or its answer, whichever comes first; thoughts are left out.
@@ -182,10 +219,8 @@ class ToolCalls:
     opened = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     name = self.tools[0]
     tool = [{"role": "tool", "name": name, "content": mark} for mark in (first, second)]
-    answered = self.chat.render([*opened, *tool], tools=self._schemas)
-    corrected = self.chat.render(
-      [*opened, {"role": "user", "content": self.corrective_text}], tools=self._schemas
-    )
+    answered = self._rendered([*opened, *tool])
+    corrected = self._rendered([*opened, {"role": "user", "content": self.corrective_text}])
     pieces = re.split("|".join(_MARKS[1:]), answered)
     if (
       len(pieces) != 4
@@ -217,12 +252,18 @@ def described(tool: Tool | type[Tool]) -> dict[str, Any]:
 
 
 def tool_calls(
-  chat: ChatTemplate, tokenizer, tools: Sequence[Tool | type[Tool]] = (Search,)
+  chat: ChatTemplate,
+  tokenizer,
+  tools: Sequence[Tool | type[Tool]] = (Search,),
+  schema: str = "template",
 ) -> ToolCalls:
-  """The protocol for a model with this template and tokenizer (`decode`, `eos_id`)."""
+  """The protocol for a model with this template and tokenizer (`decode`, `eos_id`).
+
+  schema: see ToolCalls.
+  """
   turn_end = tokenizer.decode([tokenizer.eos_id])
   if [tool.name for tool in tools] == ["search"]:
-    return ToolCalls(chat, turn_end, tuple(tools))
+    return ToolCalls(chat, turn_end, tuple(tools), schema=schema)
   told = "; ".join(f"{tool.name} ({tool.description.rstrip('.')})" for tool in tools)
   example = json.dumps({"name": tools[0].name, "arguments": {first_property(tools[0])[0]: "..."}})
   return ToolCalls(
@@ -231,4 +272,5 @@ def tool_calls(
     tuple(tools),
     template=PROMPT_OF_TOOLS.replace("{tools}", told),
     corrective_text=CORRECTIVE_OF_TOOLS.replace("{call}", example),
+    schema=schema,
   )

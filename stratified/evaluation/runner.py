@@ -97,13 +97,25 @@ def step_of(name: str) -> int:
   return FIRST_STEP + int.from_bytes(hashlib.sha256(name.encode()).digest()[:3])
 
 
-def table_row(label: str, sets: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, Any]:
-  """A row of the tables: scores by set with intervals, and their mean over sets."""
+def table_row(
+  label: str, sets: Mapping[str, Sequence[Sequence[Row]]], family: str = ""
+) -> dict[str, Any]:
+  """A row of the tables: scores by set with intervals, and three means of them.
+
+  average[key] is the mean over sets, as the papers give it; KEY_without_bamboogle leaves that set
+  out, whose 125 questions weigh as much as another's thousands; KEY_micro is the mean over
+  questions. family: which protocols compare, see tags.Tags.family.
+  """
   scores = {name: scoring.summarise(groups, with_intervals=True) for name, groups in sets.items()}
   average = {}
   for key in ("exact_match", "f1"):
     by_set = {name: scoring.by_question(groups, key) for name, groups in sets.items()}
-    if all(by_set.values()):
-      average[key] = sum(score[key] for score in scores.values()) / len(scores)
+    if by_set and all(by_set.values()):
+      means = {name: score[key] for name, score in scores.items()}
+      average[key] = sum(means.values()) / len(means)
       average[f"{key}_interval"] = list(intervals.interval(by_set))
-  return {"label": label, "sets": scores, "average": average}
+      pooled = [value for values in by_set.values() for value in values]
+      average[f"{key}_micro"] = sum(pooled) / len(pooled)
+      if others := [mean for name, mean in means.items() if name != "bamboogle"]:
+        average[f"{key}_without_bamboogle"] = sum(others) / len(others)
+  return {"label": label, "family": family, "sets": scores, "average": average}

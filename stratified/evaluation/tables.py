@@ -1,7 +1,8 @@
 """Writes an evaluation as the papers' tables, a row a method and a column a set: markdown, LaTeX.
 
-A row is {"label", "sets": {set: scores as `score.summarise` gives them}, "average": the same keys
-for the mean over sets}; rows are JSON as they stand.
+A row is {"label", "family": which protocols compare, "sets": {set: scores as `score.summarise`
+gives them}, "average": the same keys for the mean over sets, and two more means}, as
+`runner.table_row` makes it; rows are JSON as they stand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,9 @@ _LATEX = {character: "\\" + character for character in "&%$#_{}"} | {
   "^": r"\textasciicircum{}",
 }
 
+# Means beside that over sets: the end of their key -> title, and the set that they are about.
+MEANS = {"_without_bamboogle": ("without Bamboogle", "bamboogle"), "_micro": ("micro", None)}
+
 Row = Mapping[str, Any]
 
 
@@ -33,16 +37,22 @@ def ordered(names: Sequence[str]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row], key: str = "exact_match") -> str:
-  """The paper's table, x 100; what a row was not evaluated on is a dash."""
+  """The paper's table, x 100; what a row was not evaluated on is a dash.
+
+  Of several sets there are two more means: without Bamboogle, and over questions (micro). The last
+  column says which rows' protocols compare, where that is known.
+  """
   names = _names(rows)
+  titles = [*(TITLES.get(name, name) for name in names), "average", *_means(rows).values()]
+  family = any(row.get("family") for row in rows)
   lines = [
-    f"| {_title(key)} x 100 | "
-    + " | ".join(TITLES.get(name, name) for name in names)
-    + " | average |",
-    "|---" * (len(names) + 2) + "|",
+    f"| {_title(key)} x 100 | " + " | ".join(titles + ["family"] * family) + " |",
+    "|---" * (len(titles) + 1 + family) + "|",
   ]
   lines += [
-    f"| {_cell(row['label'])} | " + " | ".join(cells) + " |"
+    f"| {_cell(row['label'])} | "
+    + " | ".join(cells + [_cell(row.get("family") or "-")] * family)
+    + " |"
     for row, cells in _cells(rows, names, key)
   ]
   return "\n".join(lines)
@@ -51,7 +61,8 @@ def markdown(rows: Sequence[Row], key: str = "exact_match") -> str:
 def latex(rows: Sequence[Row], key: str = "exact_match") -> str:
   """The same as a LaTeX tabular for the package booktabs, the best of each column in bold."""
   names, table = _names(rows), _cells(rows, _names(rows), key)
-  columns = range(len(names) + 1)
+  means, family = list(_means(rows).values()), any(row.get("family") for row in rows)
+  columns = range(len(names) + 1 + len(means))
   best = [
     max((float(cells[i]) for _, cells in table if cells[i] != "-"), default=None) for i in columns
   ]
@@ -59,13 +70,21 @@ def latex(rows: Sequence[Row], key: str = "exact_match") -> str:
     rf"\textbf{{{cell}}}" if len(rows) > 1 and cell != "-" and float(cell) == best[i] else cell
   )
   lines = [
-    rf"\begin{{tabular}}{{l{'c' * (len(names) + 1)}}}",
+    rf"\begin{{tabular}}{{l{'c' * len(columns)}{'l' * family}}}",
     r"\toprule",
-    " & ".join(["Method", *(_tex(TITLES.get(name, name)) for name in names), "Avg."]) + r" \\",
+    " & ".join(
+      ["Method", *(_tex(TITLES.get(name, name)) for name in names), "Avg.", *means]
+      + ["Family"] * family
+    )
+    + r" \\",
     r"\midrule",
   ]
   lines += [
-    " & ".join([_tex(row["label"]), *(bold(i, cells[i]) for i in columns)]) + r" \\"
+    " & ".join(
+      [_tex(row["label"]), *(bold(i, cells[i]) for i in columns)]
+      + [_tex(row.get("family") or "-")] * family
+    )
+    + r" \\"
     for row, cells in table
   ]
   return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
@@ -129,13 +148,24 @@ def _names(rows: Sequence[Row]) -> list[str]:
   return ordered([name for row in rows for name in row["sets"]])
 
 
+def _means(rows: Sequence[Row]) -> dict[str, str]:
+  """{end of its key: title} of the means beside the average, where they say something else."""
+  names = _names(rows)
+  if len(names) < 2:
+    return {}
+  return {end: title for end, (title, about) in MEANS.items() if about in (None, *names)}
+
+
 def _cells(rows: Sequence[Row], names: Sequence[str], key: str) -> list[tuple[Row, list[str]]]:
-  """Each row's numbers, and an average where the row has every set: unlike ones don't compare."""
+  """Each row's numbers, and means where the row has every set: unlike ones don't compare."""
   value = lambda row, name: percent(row["sets"].get(name, {}).get(key))
-  average = lambda row: (
-    percent(row["average"].get(key)) if all(name in row["sets"] for name in names) else "-"
+  mean = lambda row, end: (
+    percent(row["average"].get(key + end)) if all(name in row["sets"] for name in names) else "-"
   )
-  return [(row, [value(row, name) for name in names] + [average(row)]) for row in rows]
+  ends = ("", *_means(rows))
+  return [
+    (row, [value(row, name) for name in names] + [mean(row, end) for end in ends]) for row in rows
+  ]
 
 
 def _title(key: str) -> str:

@@ -249,7 +249,9 @@ def algorithm(config, num_strata: int) -> Algorithm:
     max_tokens=config.rollout.max_tokens,
     max_turns=config.rollout.max_turns + 1,
     questions_per_step=config.data.questions_per_step,
-    part_weights=tuple(weight for weight, *_ in rewards.make(config.reward.name).terms),
+    part_weights=tuple(
+      weight for weight, *_ in rewards.of(read(rewards.RewardSettings, config)).terms
+    ),
   )
   name = read(AlgorithmSettings, config).name
   return algorithms.make(name, functools.partial(read, config=config), facts)

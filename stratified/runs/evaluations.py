@@ -9,6 +9,7 @@ from stratified import files
 from stratified.config import unaffected
 from stratified.evaluation import tables
 from stratified.runs import settings as run_settings
+from stratified.tasks import base
 from stratified.tasks.base import Sets, Task
 from stratified.tasks.search_qa import path_of
 
@@ -65,6 +66,14 @@ def settings(
   if config.data.name == "files" and config.retriever.name != "http":
     kept["corpus"] = fingerprint([path_of(config.data.corpus)])
   return kept
+
+
+def family_of(folder: str) -> str:
+  """Reads the family of protocols of another evaluation: see tags.Tags.family; "" where unknown."""
+  path = pathlib.Path(folder)
+  found = [path / "settings.json", *path.glob("evaluation/*/settings.json")]
+  stored = next((one for one in map(files.find_object, found) if one), {})
+  return base.family(stored.get("rollout.protocol", ""))
 
 
 def fingerprint(paths: Sequence[pathlib.Path]) -> str:

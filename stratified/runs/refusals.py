@@ -31,7 +31,7 @@ def check_settings(config) -> None:
   base.limits(config)
   named.check(config)
   strata.check(config.strata.name)
-  rewards.make(config.reward.name)
+  rewards.of(read(rewards.RewardSettings, config))
   if config.retriever.name == "http":
     retrievers.HttpSettings(config.retriever.url).address
   if config.sampler.name == "sglang":
@@ -171,16 +171,25 @@ def check_warm_start(config) -> None:
   steps = config.warm_start.num_steps
   if not steps:
     return
-  if named.name_of(config) == "search_qa":
+  task = named.name_of(config)
+  if task == "search_qa":
     raise ValueError(
       f"warm_start.num_steps={steps} must be 0 with data.name='files': "
       "demonstrations are scripted for the generated tasks alone"
     )
-  if config.rollout.protocol != "short":
+  name = config.rollout.protocol
+  spoken = name == "short" or name.endswith("_short") and task == "encyclopedia"
+  if not spoken:
     raise ValueError(
-      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
+      f"rollout.protocol={name!r} must be 'short' with warm_start.num_steps="
       f"{steps}: the demonstrations are scripted in its tags; the methods of "
       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
+    )
+  if name == "r1_short" and config.rollout.max_turns:
+    raise ValueError(
+      f"rollout.max_turns={config.rollout.max_turns} must be 0 with rollout.protocol='r1_short' "
+      "and a warm start, in which nobody searches; set --config.rollout.max_turns=0 and "
+      "--config.warm_start.mixture=1,"
     )
 
 

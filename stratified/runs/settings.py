@@ -17,6 +17,7 @@ from stratified.learner.update import UpdateSettings
 from stratified.policy.lora import LoraSettings
 from stratified.policy.settings import PolicySettings
 from stratified.retrieval.client import HttpSettings
+from stratified.retrieval.noise import NoiseSettings
 from stratified.retrieval.retrievers import RetrieverSettings
 from stratified.rewards import RewardSettings
 from stratified.runs import workdir as workdirs
@@ -134,6 +135,7 @@ CLASSES = (
   FleetConfig,
   PublishConfig,
   RetrieverSettings,
+  NoiseSettings,
   HttpSettings,
   PackingSettings,
   MemorySettings,

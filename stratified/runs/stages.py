@@ -100,7 +100,7 @@ class Reinforcement:
     row |= {f"rollout/{name}": value for name, value in counts.items()}
     spent = times["rollout_s"] + times["search_s"]
     row["rollout/tokens_per_second"] = sampled_tokens(row) / spent
-    row |= {f"time/{name}": value for name, value in times.items()}
+    row |= {f"time/{name}": value for name, value in times.items()} | run.task.row_at(step)
     batch = batching.collate(
       groups,
       packing=self._parts.packing,

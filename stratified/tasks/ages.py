@@ -178,7 +178,7 @@ def make(config) -> Task:
   task = base.make(
     config,
     tools,
-    tokenizer,
+    functools.partial(tokenizer, base.marks(config)),
     questions_at=lambda step: questions(
       first,
       shares,
@@ -224,11 +224,12 @@ def passages(config) -> tuple[Passage, ...]:
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
-  """Makes the tokenizer of a policy that is built here."""
+def tokenizer(marks: tuple[str, ...] = ()) -> Tokenizer:
+  """Makes the tokenizer of a policy that is built here; `marks` are its protocol's."""
   texts = [*PAGE, "He She", *(way for _, ways in WORDING.values() for way in ways)]
   tools = ["search", "calculator"]
-  return numbers.build([*texts, *language.FIRST_SYLLABLES], tools, language.SECOND_SYLLABLES)
+  first, second = language.FIRST_SYLLABLES, language.SECOND_SYLLABLES
+  return numbers.build([*texts, *first], tools, second, marks)
 
 
 def demonstrate(

@@ -190,7 +190,7 @@ def make(config) -> Task:
   task = base.make(
     config,
     tools,
-    tokenizer,
+    functools.partial(tokenizer, base.marks(config)),
     questions_at=lambda step: training(step, config.data.questions_per_step, config.seed),
     held_out=held_out,
     endless=True,
@@ -211,10 +211,10 @@ def check(config) -> None:
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
-  """Makes the tokenizer of a policy that is built here."""
+def tokenizer(marks: tuple[str, ...] = ()) -> Tokenizer:
+  """Makes the tokenizer of a policy that is built here; `marks` are its protocol's."""
   sentences = [text for ways in (START, QUESTIONS, *STEPS.values()) for text in ways]
-  return numbers.build([*sentences, *NAMES, *THINGS], ["calculator"])
+  return numbers.build([*sentences, *NAMES, *THINGS], ["calculator"], marks=marks)
 
 
 def demonstrate(

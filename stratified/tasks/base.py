@@ -11,14 +11,16 @@ from typing import Any
 
 from stratified import config as settings
 from stratified import outside
-from stratified.agents import chat, tags, tool_calls
+from stratified.agents import chat, protocols, tags, tool_calls
 from stratified.agents.baselines import named as methods
 from stratified.agents.limits import Limits
 from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
+from stratified.retrieval.noise import NoiseSettings, Noisy
 from stratified.tools import base as tools_base
 from stratified.tools.base import Timed, Tool
 from stratified.tools.calculator import Calculator
+from stratified.tools.search import Search
 from stratified.types import Question, Trajectory
 
 Tools = tuple[Tool, ...]
@@ -64,17 +66,22 @@ class Task:
     """Seconds that the tools have run."""
     return sum(getattr(tool, "seconds", 0.0) for tool in self.tools)
 
+  def row_at(self, step: int) -> dict[str, float]:
+    """What the tools add to the row of a training step."""
+    rows = [tool.row_at(step) for tool in self.tools if hasattr(tool, "row_at")]
+    return {key: value for row in rows for key, value in row.items()}
+
   @property
   def manifest(self) -> dict[str, Any]:
     """Says what is searched; {} where nothing is."""
     return next((tool.manifest for tool in self.tools if tool.name == "search"), {})
 
 
-TAGS = {
-  "short": tags.short,
-  "search_r1": tags.search_r1,
-  "few_shot": tags.few_shot,
-} | methods.PROTOCOLS
+TAGS = (
+  {"short": tags.short, "search_r1": tags.search_r1, "few_shot": tags.few_shot}
+  | protocols.PROTOCOLS
+  | methods.PROTOCOLS
+)
 PROTOCOLS = (*TAGS, "tool_calls")
 
 
@@ -120,6 +127,11 @@ class ProtocolSettings(Settings):
   SECTION = "rollout"
   protocol: str = setting("search_r1", "the protocol's name", choices=PROTOCOLS)
   chat_template: bool = setting(False, "the prompt as a user message in the model's chat template")
+  tool_schema: str = setting(
+    "template",
+    "tool_calls: the tools' schemas where the chat template shows them, or in a system message",
+    choices=tool_calls.PLACES,
+  )
 
 
 TOOLS = {"calculator": Calculator}  # those that need nothing of a task's
@@ -135,8 +147,26 @@ def make(config, tools: Tools, tokenizer: Callable[[], Tokenizer], **parts: Any)
     tokenizer=from_checkpoint(config) if config.policy.checkpoint else tokenizer(),
     protocol=protocol(config, tools),
     limits=limits(config),
-    tools=tools,
+    tools=noisy(config, tools),
     **parts,
+  )
+
+
+def noisy(config, tools: Tools) -> Tools:
+  """Gives training's search the noise of `retriever.noise_*`; held-out sets keep theirs without."""
+  noise = settings.read(NoiseSettings, config)
+  if not noise.active:
+    return tools
+  if not any(hasattr(tool, "retriever") for tool in tools):
+    raise ValueError(
+      f"retriever.noise_end={noise.noise_end} and noise_start={noise.noise_start} need a search "
+      "tool, which this task has not; set both to 0"
+    )
+  return tuple(
+    Timed(Search(Noisy(tool.retriever, noise, config.seed), tool.topk))
+    if tool.name == "search"
+    else tool
+    for tool in tools
   )
 
 
@@ -191,13 +221,27 @@ def protocol(config, tools: Sequence[Tool | type[Tool]]):
   """
   name = config.rollout.protocol
   if name == "tool_calls":
+    schema = settings.read(ProtocolSettings, config).tool_schema
     return tool_calls.tool_calls(
-      chat.load(config.policy.checkpoint), from_checkpoint(config), tools
+      chat.load(config.policy.checkpoint), from_checkpoint(config), tools, schema
     )
   render = chat.load(config.policy.checkpoint).user if config.rollout.chat_template else None
   if name in methods.PROTOCOLS:  # they search, and call no other tool
     return TAGS[name](render=render)
   return TAGS[name](render=render, tools=tools)
+
+
+def family(name: str) -> str:
+  """Which protocols compare with that of this name: see tags.Tags.family; "" for none."""
+  if name in TAGS:
+    return TAGS[name](render=None).family
+  return tool_calls.ToolCalls.family if name == "tool_calls" else ""
+
+
+def marks(config) -> tuple[str, ...]:
+  """Lists the tags of a published method's protocol, for a tokenizer that is made here."""
+  made = protocols.PROTOCOLS.get(config.rollout.protocol)
+  return made().marks if made else ()
 
 
 def from_checkpoint(config) -> Tokenizer:

@@ -19,8 +19,8 @@ from stratified.tasks.search_qa import FileSettings
 from stratified.tools.search import SearchSettings
 from stratified.types import Trajectory
 
-# name -> its module, which has `make(config) -> Task`, `tokenizer()` for a policy built here, and
-# may have `check(config)` and `passages(config)`
+# name -> its module, which has `make(config) -> Task`, `tokenizer(marks)` for a policy built here,
+# and may have `check(config)` and `passages(config)`
 MODULES = {
   "search_qa": "stratified.tasks.search_qa",
   "encyclopedia": "stratified.tasks.encyclopedia.task",
@@ -88,9 +88,9 @@ def make(config) -> Task:
 
 def reward(config, task: Task) -> Callable[[Trajectory], Score]:
   """Makes the reward of `reward.name`; where that is left as it is, takes the task's own."""
-  name = settings.read(rewards.RewardSettings, config).name
-  own = task.reward if name == rewards.RewardSettings.name else None
-  return own or rewards.make(name)
+  wanted = settings.read(rewards.RewardSettings, config)
+  own = task.reward if wanted.name == rewards.RewardSettings.name else None
+  return own or rewards.of(wanted)
 
 
 def check(config) -> None:
@@ -107,7 +107,7 @@ def tokenizer(config) -> Tokenizer:
   if config.policy.checkpoint:
     return base.from_checkpoint(config)
   if name in MODULES:
-    return importlib.import_module(MODULES[name]).tokenizer()
+    return importlib.import_module(MODULES[name]).tokenizer(base.marks(config))
   return make(config).tokenizer
 
 

@@ -1,6 +1,7 @@
 """Asks questions from files, answered by searching a corpus: the task of Search-R1."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 
@@ -57,7 +58,7 @@ def make(config) -> Task:
   return base.make(
     config,
     tools,
-    tokenizer,
+    functools.partial(tokenizer, base.marks(config)),
     questions_at=lambda step: readers.questions_at(
       train, seed=config.seed, step=step, count=d.questions_per_step
     ),
@@ -79,9 +80,9 @@ def _say_what_is_trained_on(train: list[Question], asked: list[Question]) -> Non
     )
 
 
-def tokenizer() -> tokenizers.Tokenizer:
-  """Makes the tokenizer of a policy that is built here."""
-  return vocabulary.build()
+def tokenizer(marks: tuple[str, ...] = ()) -> tokenizers.Tokenizer:
+  """Makes the tokenizer of a policy that is built here; `marks` are its protocol's."""
+  return vocabulary.build(marks)
 
 
 def search(config) -> Search:

@@ -13,6 +13,9 @@ list of strings, each string is a call of its own); where it has several, the te
 A policy that asks for nonsense gets a Result with `failed` set, and reads why. Where something
 outside the policy broke, a ToolError stands in place of the Result, and the rollout that asked is
 masked.
+
+A tool with `takes_askers` true is told who asks, `run(calls, askers)`: the step and the question of
+each call. Calls are then distinct where their askers are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,7 @@ import time
 from typing import Any, Protocol
 
 from stratified.retrieval.corpus import Passage
-from stratified.types import Outcome
+from stratified.types import Outcome, Question
 
 _NAME = re.compile(r"[a-z][a-z_]*")
 RESERVED = ("think", "answer", "information")
@@ -55,8 +58,20 @@ class Result:
     return tuple(item.id if isinstance(item, Passage) else item for item in self.items)
 
 
+@dataclasses.dataclass(frozen=True)
+class Asker:
+  """Whose rollouts make a call: those of a question at a step."""
+
+  step: int
+  question: Question
+
+
 class Tool(Protocol):
-  """See the module's docstring. Optional: `aliases`, other names of the schema's one property."""
+  """See the module's docstring.
+
+  Optional: `aliases`, other names of the schema's one property; `takes_askers`; `row_at(step)`,
+  numbers for the step's row of metrics.jsonl.
+  """
 
   name: str
   description: str
@@ -74,10 +89,10 @@ class Timed:
   def __getattr__(self, name: str):
     return getattr(self._tool, name)
 
-  def run(self, calls: Sequence[str]) -> list[Result | ToolError]:
+  def run(self, calls: Sequence[str], *askers: Sequence[Asker]) -> list[Result | ToolError]:
     start = time.perf_counter()
     try:
-      return self._tool.run(calls)
+      return self._tool.run(calls, *askers)
     finally:
       self.seconds += time.perf_counter() - start
       self.calls += len(calls)
@@ -121,13 +136,21 @@ def _wrong_tool(tool: Any) -> str | None:
   return None
 
 
-def results_of(tool: Tool, calls: Sequence[str]) -> list[Result | ToolError]:
+def takes_askers(tool: Tool) -> bool:
+  """Whether the tool is told who asks."""
+  return bool(getattr(tool, "takes_askers", False))
+
+
+def results_of(
+  tool: Tool, calls: Sequence[str], askers: Sequence[Asker] = ()
+) -> list[Result | ToolError]:
   """Runs the calls; a tool that fails as a whole gives each of them its ToolError.
 
-  Raises TypeError where the tool does not return one Result or ToolError a call.
+  askers: of each call, for a tool that takes them. Raises TypeError where the tool does not return
+  one Result or ToolError a call.
   """
   try:
-    results = tool.run(calls)
+    results = tool.run(calls, askers) if takes_askers(tool) else tool.run(calls)
   except ToolError as error:
     return [error] * len(calls)
   if wrong := _wrong_results(tool, calls, results):

@@ -5,7 +5,7 @@ import dataclasses
 
 from stratified.config import setting, Settings
 from stratified.retrieval.corpus import RetrieverError, searchable
-from stratified.tools.base import Result, ToolError
+from stratified.tools.base import Asker, Result, ToolError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Search:
 
   retriever: `search(queries, topk) -> list[list[Passage]]`, one list a query. A RetrieverError in
     place of a list loses the rollouts that asked this query; a raised one loses all of that round.
+    One that has `search_for` is told the step and the question of each query, see noise.Noisy.
   topk: passages per query.
   """
 
@@ -47,9 +48,16 @@ class Search:
     """What is searched, as the retriever says it; {} where it does not say."""
     return getattr(self.retriever, "manifest", {})
 
-  def run(self, calls: Sequence[str]) -> list[Result | ToolError]:
+  @property
+  def takes_askers(self) -> bool:
+    return hasattr(self.retriever, "search_for")
+
+  def row_at(self, step: int) -> dict[str, float]:
+    return self.retriever.row_at(step) if hasattr(self.retriever, "row_at") else {}
+
+  def run(self, calls: Sequence[str], askers: Sequence[Asker] = ()) -> list[Result | ToolError]:
     try:
-      found = self._found([searchable(call) for call in calls])
+      found = self._found([searchable(call) for call in calls], askers)
     except RetrieverError as error:
       raise ToolError(str(error)) from error
     return [
@@ -57,11 +65,15 @@ class Search:
       for one in found
     ]
 
-  def _found(self, queries: list[str]) -> list:
+  def _found(self, queries: list[str], askers: Sequence[Asker]) -> list:
     """What the retriever finds for each query; nothing for an empty one, which is not asked."""
-    asked = list(dict.fromkeys(query for query in queries if query))
-    found = self.retriever.search(asked, self.topk) if asked else []
+    search, keys = self.retriever.search, queries
+    if askers:
+      search = self.retriever.search_for
+      keys = [(q, asker.step, asker.question) for q, asker in zip(queries, askers, strict=True)]
+    asked = list(dict.fromkeys(key for query, key in zip(queries, keys) if query))
+    found = search(asked, self.topk) if asked else []
     if len(found) != len(asked):
       raise RetrieverError(f"the retriever returned {len(found)} results for {len(asked)} queries")
-    by_query = dict(zip(asked, found))
-    return [by_query.get(query, []) for query in queries]
+    by_key = dict(zip(asked, found))
+    return [by_key.get(key, []) for key in keys]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stratified.agents import tags
 from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
 from stratified.sampling.interface import Completion, Request
@@ -25,7 +26,7 @@ from stratified.types import Question
 
 _PLANS = ("query", "think", "none")
 _DOCUMENT = re.compile(
-  r"Doc \d+\(Title: ([^)]*)\) (.*?)(?=\nDoc \d+\(Title: |</information>)", re.DOTALL
+  r"Doc \d+\(Title: ([^)]*)\) (.*?)(?=\nDoc \d+\(Title: |</[a-z]+>)", re.DOTALL
 )
 
 
@@ -124,7 +125,10 @@ class Demonstrator:
     *,
     seed: int,
     config: DemonstrationConfig = DemonstrationConfig(),
+    protocol: tags.Tags = tags.short(),
   ):
+    """protocol: how answers, and what was learnt from a page, are written."""
+    self._protocol = protocol
     self._encyclopedia, self._tokenizer, self._seed, self._config = (
       encyclopedia,
       tokenizer,
@@ -190,14 +194,19 @@ class Demonstrator:
 
   def _turn(self, script: _Script, fed: str) -> tuple[int, ...]:
     """Makes the tokens of the next turn, given what was fed since the last one."""
+    learnt = ""
     if script.relation is not None:
       self._read(script, fed)
+      learnt = self._protocol.digested(script.current)
     if script.position >= script.depth or script.turn >= self._config.max_turns:
-      return tuple(self._tokenizer.encode(f"<answer> {self._answer(script)}</answer>"))
+      return self._encode(learnt + self._protocol.answered(self._answer(script)))
     script.turn += 1
     if script.rng.random() < self._config.invalid:
-      return (*self._tokenizer.encode(f" {script.current}"), self._tokenizer.eos_id)
-    return tuple(self._tokenizer.encode(self._search(script)))
+      return (*self._encode(f"{learnt} {script.current}"), self._tokenizer.eos_id)
+    return self._encode(learnt + self._search(script))
+
+  def _encode(self, text: str) -> tuple[int, ...]:
+    return tuple(self._tokenizer.encode(text))
 
   def _search(self, script: _Script) -> str:
     noun = self._choose_relation(script)

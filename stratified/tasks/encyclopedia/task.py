@@ -39,7 +39,7 @@ def make(config) -> Task:
   task = base.make(
     config,
     tools,
-    tokenizer,
+    functools.partial(tokenizer, base.marks(config)),
     questions_at=lambda step: questions.training_questions(
       first, seed=config.seed, step=step, count=config.data.questions_per_step, hop_shares=asked
     ),
@@ -56,9 +56,9 @@ def check(config) -> None:
   generated.check(config, pages.EncyclopediaConfig, questions.QuestionSettings)
 
 
-def tokenizer() -> Tokenizer:
-  """Makes the tokenizer of a policy that is built here."""
-  return vocabulary.build()
+def tokenizer(marks: tuple[str, ...] = ()) -> Tokenizer:
+  """Makes the tokenizer of a policy that is built here; `marks` are its protocol's."""
+  return vocabulary.build(marks)
 
 
 def passages(config) -> tuple[Passage, ...]:
@@ -80,7 +80,11 @@ def _demonstrations(
   def practice(number: int):
     book = pages.make(made, config.seed + generated.PRACTICE_SEED + number)
     script = Demonstrator(
-      book, task.tokenizer, seed=config.seed, config=generated.demonstration_config(config)
+      book,
+      task.tokenizer,
+      seed=config.seed,
+      config=generated.demonstration_config(config),
+      protocol=task.protocol,
     )
     return book, generated.searching(task.tools, book.passages, topk), script
 

@@ -26,9 +26,13 @@ FIXED = ("Question:", *(f"Doc {i}(Title:" for i in range(1, 6)), "No passages fo
 
 
 @functools.cache
-def build() -> tokenizer.Tokenizer:
-  """Makes the encyclopedia's tokenizer; the same on every machine."""
-  return tokenizer.from_pieces(pieces(), FIXED)
+def build(marks: tuple[str, ...] = ()) -> tokenizer.Tokenizer:
+  """Makes the encyclopedia's tokenizer; the same on every machine.
+
+  marks: strings of another protocol, each a token too; they come after the others.
+  """
+  fixed = [mark for mark in marks if mark not in TAGS]
+  return tokenizer.from_pieces([*pieces(), *fixed], (*FIXED, *fixed))
 
 
 def words() -> list[str]:

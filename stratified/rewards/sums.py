@@ -1,91 +1,21 @@
-"""Rewards of a finished rollout: exact match, token F1, format, and sums of such parts.
+"""Makes the reward that a config names: a part, or a sum of parts with weights.
 
 `make("exact_match + 0.1*format - 0.1*no_answer")` gives a Reward: a total and its named parts.
-
-Text is normalised as in SQuAD's evaluation (arXiv 1606.05250): lower case, ASCII punctuation
-removed, the articles a, an, the removed, white space collapsed. Other punctuation and accents stay:
-figures then compare with published ones.
 """
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import difflib
 import functools
 import math
 import numbers
 import re
-import string
 
-from stratified import made_up, outside
+from stratified import files, made_up, outside
 from stratified.config import setting, Settings
+from stratified.rewards import methods
+from stratified.rewards.matching import exact_match, f1
 from stratified.types import Trajectory
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-# a closing tag and the nearest opening before it
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-
-
-def normalize_answer(text: str) -> str:
-  """Lower case, no ASCII punctuation, no articles, single spaces."""
-  return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-
-
-def exact_match(prediction: str | None, golden_answers: Sequence[str]) -> float:
-  """1.0 if the normalised prediction equals a normalised golden answer, else 0.0 (no answer too).
-
-  A golden answer that normalises to nothing ("A", "---") is matched by its own spelling alone.
-  Raises TypeError where `golden_answers` is one string: its letters would count as answers.
-  """
-  _check_golden(golden_answers)
-  if prediction is None:
-    return 0.0
-  return float(any(_equal(prediction, golden) for golden in golden_answers))
-
-
-def _equal(prediction: str, golden: str) -> bool:
-  wanted = normalize_answer(golden)
-  if wanted:
-    return normalize_answer(prediction) == wanted
-  # Nothing is left to compare: else an empty answer, or "the", would be right.
-  return bool(prediction.strip()) and prediction.strip() == golden.strip()
-
-
-def f1(prediction: str | None, golden_answers: Sequence[str]) -> float:
-  """The largest token F1 over the golden answers, in [0, 1]; None (no answer) is 0.0.
-
-  F1 = 2 c / (p + g), with c the words in common (as multisets) of p predicted and g golden words.
-  Where either side normalises to nothing it is `exact_match`. Raises TypeError as that does.
-  """
-  _check_golden(golden_answers)
-  if prediction is None:
-    return 0.0
-  return max((_f1(prediction, golden) for golden in golden_answers), default=0.0)
-
-
-def _f1(prediction: str, answer: str) -> float:
-  predicted, golden = normalize_answer(prediction).split(), normalize_answer(answer).split()
-  if not predicted or not golden:
-    return float(_equal(prediction, answer))
-  common = sum((collections.Counter(predicted) & collections.Counter(golden)).values())
-  return 2 * common / (len(predicted) + len(golden))
-
-
-def _check_golden(golden_answers):
-  if isinstance(golden_answers, str):
-    raise TypeError(
-      f"golden_answers is the single string {golden_answers!r}; give a list, [{golden_answers!r}]"
-    )
-
-
-def extract_answer(policy_text: str) -> str | None:
-  """The content of the last complete `<answer>...</answer>`, stripped; None where there is none.
-
-  Give it the policy's own text only: prompts and retrieved passages may hold answer tags too. A tag
-  opened twice counts from its last opening.
-  """
-  answers = _ANSWER.findall(policy_text)
-  return answers[-1].strip() if answers else None
 
 
 def well_formed(trajectory: Trajectory) -> bool:
@@ -130,10 +60,43 @@ PARTS: dict[str, Callable[[Trajectory], float]] = {
   "no_answer": lambda t: float(t.answer is None),
   "invalid": lambda t: float(t.num_invalid),  # turns that neither call nor answer
   "calls": lambda t: float(t.num_calls()),
+  "no_search": lambda t: float(t.num_searches == 0),
   # the metric, or 0.1 where it is less and the format was kept (arXiv 2503.19470 with F1)
   "exact_match_or_format": lambda t: score(t, format_reward=0.1),
   "f1_or_format": lambda t: score(t, metric=f1, format_reward=0.1),
+  "search_r1_format": lambda t: methods.search_r1_format(
+    bool(exact_match(t.answer, t.question.golden_answers)),
+    methods.structured(t.turns),
+    t.answer is not None,
+  ),
+  "research": lambda t: methods.research(
+    f1(t.answer, t.question.golden_answers), methods.in_research_format(t)
+  ),
+  "autorefine": lambda t: methods.autorefine(
+    t.answer, t.question.golden_answers, methods.written(t, "refine")
+  ),
 }
+
+# Reference queries of a question's sub-questions, M groups of them: {question id: groups}.
+SubQueries = Mapping[str, Sequence[Sequence[str]]]
+
+
+def _stepsearch(sub_queries: SubQueries) -> Callable[[Trajectory], float]:
+  return lambda t: methods.stepsearch(
+    f1(t.answer, t.question.golden_answers),
+    methods.sub_query_f1(
+      [call.argument for call in t.calls if call.tool == "search"],
+      sub_queries.get(t.question.id, ()),
+    ),
+    methods.ends_with_answer(t),
+  )
+
+
+# Those that also need the file of `reward.sub_queries`: name -> a function of what it holds.
+OF_FILE: dict[str, Callable[[SubQueries], Callable[[Trajectory], float]]] = {
+  "stepsearch": _stepsearch
+}
+NAMES = (*PARTS, *OF_FILE)
 
 _TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+(?:\.\d+)?|\.\d+)\s*\*\s*)?([A-Za-z_][\w.]*(?::\w+)?)\s*")
 _TAKEN = ("mean", "exact_match")
@@ -149,6 +112,45 @@ class RewardSettings(Settings):
     "exact_match",
     "exact_match, f1, format, ..., module:function, or a weighted sum: exact_match + 0.1*format",
     affects=["training"],
+  )
+  sub_queries: str = setting(
+    "",
+    "stepsearch: a JSONL file, a question's id and its sub_queries, lists of like queries, a line",
+    affects=["training"],
+  )
+
+
+def of(settings: RewardSettings) -> "Reward":
+  """Makes the reward of the settings.
+
+  Raises ValueError or OSError, one sentence, for what is none, or a file that can't be read.
+  """
+  path = settings.sub_queries
+  return make(settings.name, read_sub_queries(path) if path else None)
+
+
+def read_sub_queries(path: str) -> dict[str, list[list[str]]]:
+  """Reads {question id: groups of reference queries} from lines of {"id", "sub_queries"}.
+
+  Raises ValueError, naming the number of bad lines, where one is none.
+  """
+  rows, broken = files.read_rows(path)
+  broken += sum(not _is_group_row(row) for row in rows)
+  if broken or not rows:
+    held = f"holds {broken} bad lines" if rows or broken else "holds no line"
+    raise ValueError(
+      f"reward.sub_queries={path!r} {held}; each must be a question, "
+      '{"id": "...", "sub_queries": [["a query", "the same in other words"], ...]}'
+    )
+  return {row["id"]: row["sub_queries"] for row in rows}
+
+
+def _is_group_row(row: Mapping) -> bool:
+  groups = row.get("sub_queries")
+  return (
+    isinstance(row.get("id"), str)
+    and isinstance(groups, list)
+    and all(isinstance(g, list) and g and all(isinstance(q, str) for q in g) for g in groups)
   )
 
 
@@ -186,13 +188,14 @@ class Reward:
     return Score(sum(weight * parts[name] for weight, name, _ in self.terms), parts)
 
 
-def make(name: str) -> Reward:
+def make(name: str, sub_queries: SubQueries | None = None) -> Reward:
   """Makes the reward that a configuration names.
 
-  name: one of PARTS; "module:function", a function of your own from a Trajectory to a number, in
+  name: one of NAMES; "module:function", a function of your own from a Trajectory to a number, in
     the working directory or on the Python path; or a sum of such with weights,
     "exact_match + 0.5*my_module:brevity - 0.1*no_answer". A part of your own is called by its
     function's name.
+  sub_queries: what those of OF_FILE need.
 
   Raises ValueError, one sentence, for what is none, or returns no finite number when it is tried.
   """
@@ -202,7 +205,7 @@ def make(name: str) -> Reward:
     if not match or (terms and not match[1]):
       raise ValueError(
         f"reward.name is {name!r}; it must be a sum of parts with weights, as in 'exact_match + "
-        f"0.1*format', of {', '.join(PARTS)} or your own as module:function"
+        f"0.1*format', of {', '.join(NAMES)} or your own as module:function"
       )
     sign, weight, part = match.groups()
     if float(weight or 1) > LARGEST:
@@ -210,7 +213,7 @@ def make(name: str) -> Reward:
         f"reward.name is {name[:80]!r}, which gives {part!r} the weight {float(weight):g}; it must "
         f"be at most {LARGEST:g}"
       )
-    label, function = _part(part, name)
+    label, function = _part(part, name, sub_queries)
     terms.append((float(weight or 1) * (-1 if sign == "-" else 1), label, function))
     at = match.end()
   labels = [label for _, label, _ in terms]
@@ -220,23 +223,37 @@ def make(name: str) -> Reward:
   return Reward(tuple(terms))
 
 
-def _part(part: str, name: str) -> tuple[str, Callable[[Trajectory], float]]:
+def _part(
+  part: str, name: str, sub_queries: SubQueries | None
+) -> tuple[str, Callable[[Trajectory], float]]:
   if ":" not in part:
-    if part not in PARTS:
-      raise ValueError(
-        f"reward.name is {name!r}, and {part!r} is no reward; choose from {', '.join(PARTS)}, or "
-        "your own as module:function"
-      )
-    return part, PARTS[part]
+    return part, _own_part(part, name, sub_queries)
   function = outside.function("reward.name", part, "a Trajectory")
   for rollout in made_up.rollouts():
     outside.trial("reward.name", part, functools.partial(function, rollout), _no_number)
   label = part.partition(":")[2]
-  if label in (*_TAKEN, *PARTS):
+  if label in (*_TAKEN, *NAMES):
     raise ValueError(
       f"reward.name is {name!r}, and a part called {label!r} exists; call your function otherwise"
     )
   return label, function
+
+
+def _own_part(part: str, name: str, sub_queries: SubQueries | None):
+  if part in PARTS:
+    return PARTS[part]
+  if part not in OF_FILE:
+    near = difflib.get_close_matches(part, NAMES, 1)
+    raise ValueError(
+      f"reward.name is {name!r}, and {part!r} is no reward; choose from {', '.join(NAMES)}, or "
+      "your own as module:function" + (f"; did you mean {near[0]}?" if near else "")
+    )
+  if sub_queries is None:
+    raise ValueError(
+      f"reward.name is {name!r}, and {part!r} needs reference queries; name their file with "
+      "--config.reward.sub_queries=PATH, or take f1"
+    )
+  return OF_FILE[part](sub_queries)
 
 
 def _no_number(value) -> str | None:
