@@ -101,7 +101,7 @@ class Reinforcement:
     row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
     spent = times["rollout_s"] + times["search_s"]
     row["rollout/tokens_per_second"] = row["rollout/policy_tokens"] / spent
-    row |= {f"time/{name}": value for name, value in times.items()} | run.task.row_at(step)
+    row |= {f"time/{name}": value for name, value in times.items()}
     batch = batching.collate(
       groups,
       packing=self._parts.packing,
@@ -116,6 +116,7 @@ class Reinforcement:
     config, writer, now = self._around.run.config, self._around.writer, time.perf_counter()
     advantage = np.asarray(stats.pop("advantage_qk"))
     row = row_of(self._parts.stage, step) | row
+    row |= self._around.run.task.row_at(step - 1)  # `step` steps are over
     row |= update_row(stats, batch, row["time/update_s"]) | {"time/step_s": now - self._clock}
     self._clock = now
     trained = batching.num_tokens(batch) * config.update.epochs
