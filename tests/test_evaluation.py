@@ -473,10 +473,8 @@ def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_pat
   assert found["average"]["difference"] == 0 and found["average"]["count"] == 48
 
   path = tmp_path / "coverage.jsonl"
-  known = {
-    id: i % 2 == 0
-    for i, (id, _) in enumerate(sorted({**rows["held_out"], **rows["second_encyclopedia"]}))
-  }
+  ids = sorted({id for of in rows.values() for id, _ in of})
+  known = {id: i % 2 == 0 for i, id in enumerate(ids)}
   path.write_text("".join(json.dumps({"id": i, "covered": c}) + "\n" for i, c in known.items()))
   both = call(
     *(tmp_path / "a", "--questions=24", "--temperature=0,1.5", f"--coverage={path}"), "--label=it"

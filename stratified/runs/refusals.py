@@ -171,26 +171,33 @@ def check_warm_start(config) -> None:
   steps = config.warm_start.num_steps
   if not steps:
     return
-  task = named.name_of(config)
-  if task == "search_qa":
+  if named.name_of(config) == "search_qa":
     raise ValueError(
       f"warm_start.num_steps={steps} must be 0 with data.name='files': "
       "demonstrations are scripted for the generated tasks alone"
     )
-  name = config.rollout.protocol
-  spoken = name == "short" or name.endswith("_short") and task == "encyclopedia"
-  if not spoken:
+  if _scripted(config):
+    return
+  if config.rollout.protocol != "short":
     raise ValueError(
-      f"rollout.protocol={name!r} must be 'short' with warm_start.num_steps="
+      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
       f"{steps}: the demonstrations are scripted in its tags; the methods of "
       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
     )
+
+
+def _scripted(config) -> bool:
+  """Whether the demonstrations are written in the short wording of a published protocol."""
+  name = config.rollout.protocol
+  if not name.endswith("_short") or named.name_of(config) != "encyclopedia":
+    return False
   if name == "r1_short" and config.rollout.max_turns:
     raise ValueError(
       f"rollout.max_turns={config.rollout.max_turns} must be 0 with rollout.protocol='r1_short' "
-      "and a warm start, in which nobody searches; set --config.rollout.max_turns=0 and "
+      "and demonstrations, in which nobody searches; set --config.rollout.max_turns=0 and "
       "--config.warm_start.mixture=1,"
     )
+  return True
 
 
 def check_devices(config) -> None:

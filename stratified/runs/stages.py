@@ -100,7 +100,7 @@ class Reinforcement:
     row |= {f"rollout/{name}": value for name, value in counts.items()}
     spent = times["rollout_s"] + times["search_s"]
     row["rollout/tokens_per_second"] = sampled_tokens(row) / spent
-    row |= {f"time/{name}": value for name, value in times.items()} | run.task.row_at(step)
+    row |= {f"time/{name}": value for name, value in times.items()}
     batch = batching.collate(
       groups,
       packing=self._parts.packing,
@@ -134,6 +134,7 @@ class Reinforcement:
     config, writer, now = self._around.run.config, self._around.writer, time.perf_counter()
     advantage = np.asarray(stats.pop("advantage_qk"))
     row = row_of(self._parts.stage, step) | row
+    row |= self._around.run.task.row_at(step - 1)  # `step` steps are over
     row |= update_row(stats, batch, row["time/update_s"]) | {"time/step_s": now - self._clock}
     self._clock = now
     trained = batching.num_tokens(batch) * config.update.epochs
