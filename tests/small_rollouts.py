@@ -117,6 +117,7 @@ def collate(
   mini_batches: int = 1,
   algorithm=None,
   parts=None,
+  steps=None,
 ):
   """A batch with rewards and strata of a fixed pattern unless given."""
   count = len(groups) * len(groups[0])
@@ -138,6 +139,7 @@ def collate(
     strata=strata,
     num_strata=num_strata,
     parts=parts,
+    steps=steps,
   )
 
 

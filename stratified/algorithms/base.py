@@ -85,9 +85,11 @@ class Algorithm:
   """Base of the methods; a subclass says what differs.
 
   STREAMS: the names of the per-token numbers that `streams` gives.
+  TAKES_STEPS: whether `streams` takes a third argument, the rewards of single turns.
   """
 
   STREAMS: ClassVar[tuple[str, ...]] = ("policy",)
+  TAKES_STEPS: ClassVar[bool] = False
 
   def stages(self, num_steps: int) -> tuple["Stage", ...]:
     """The parts of a run after its warm start; by default `num_steps` of reinforcement."""

@@ -8,6 +8,7 @@ body or on a body of its own, with its own optimizer.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 from typing import ClassVar
 
 import jax
@@ -79,6 +80,7 @@ class Ppo(Algorithm):
   """
 
   STREAMS: ClassVar[tuple[str, ...]] = ("policy", "value", "reward", "calls")
+  TAKES_STEPS: ClassVar[bool] = True
   SETTINGS: ClassVar[tuple[type, ...]] = (CriticSettings, PolicyLossSettings)
 
   settings: CriticSettings
@@ -114,14 +116,19 @@ class Ppo(Algorithm):
     """Yes: GAE reads the values from before the step's first update."""
     return True
 
-  def streams(self, trajectory, reward) -> dict[str, list[float]]:
-    """Weights tokens in both losses, puts the reward at the last policy token, counts calls."""
+  def streams(self, trajectory, reward, steps=()) -> dict[str, list[float]]:
+    """Weights tokens in both losses, puts the reward at the last policy token, counts calls.
+
+    steps: rewards of the turns, each at its turn's last token.
+    """
     policy = by_origin(trajectory, policy=1.0)
     given = [0.0] * len(policy)
     if 1.0 in policy:
       given[len(policy) - 1 - policy[::-1].index(1.0)] = reward + self.loss.overlong(
         trajectory, self.max_tokens
       )
+    for end, step in zip(turn_ends(trajectory), steps):
+      given[end] += step
     if self.settings.level == "turn":
       value = turn_starts(trajectory)
     else:
@@ -185,6 +192,13 @@ def turn_starts(trajectory: Trajectory) -> list[float]:
     for segment in trajectory.segments
     for i in range(len(segment.token_ids))
   ]
+
+
+def turn_ends(trajectory: Trajectory) -> list[int]:
+  """The place of each turn's last token in the rollout."""
+  ends = itertools.accumulate(len(segment.token_ids) for segment in trajectory.segments)
+  own = zip(ends, trajectory.segments)
+  return [end - 1 for end, segment in own if segment.origin == "policy" and segment.token_ids]
 
 
 def calls_before(trajectory: Trajectory) -> Sequence[float]:

@@ -120,11 +120,13 @@ def collate(
   strata: Sequence[Sequence[int]],
   num_strata: int,
   parts: Sequence[Sequence[Sequence[float]]] | None = None,
+  steps: Sequence[Sequence[Sequence[float]]] | None = None,
   prompts: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> Batch:
   """Makes a Batch of NumPy arrays; `groups`, `rewards`, `strata` are [Q][K], all groups of size K.
 
   parts: [Q][K][P] the rewards' parts, for a method that reads them; zeros where not given.
+  steps: [Q][K] the rewards of each rollout's turns, for a method that takes them.
   prompts: [Q][K] token ids that a teacher reads in place of a rollout's own prompt.
 
   A rollout with a fault takes no tokens and is masked in every statistic. Raises ValueError for a
@@ -147,7 +149,7 @@ def collate(
   given = np.asarray(rewards, np.float64)
   _check_rewards(groups, given)
   encoded = {
-    i: _encode(trajectory, algorithm, float(given[i // k, i % k]))
+    i: _encode(trajectory, algorithm, float(given[i // k, i % k]), steps and steps[i // k][i % k])
     for i, trajectory in enumerate(flat)
     if trajectory.fault is None
   }
@@ -205,7 +207,9 @@ def _check_rewards(groups: Sequence[Sequence[Trajectory]], reward_qk: np.ndarray
         )
 
 
-def _encode(trajectory: Trajectory, algorithm: Algorithm, reward: float) -> dict[Any, Sequence]:
+def _encode(
+  trajectory: Trajectory, algorithm: Algorithm, reward: float, steps: Sequence[float] | None = None
+) -> dict[Any, Sequence]:
   """Lists what each token carries: its id, whether it was sampled, its log-prob, its streams."""
   token, sampled, logp = [], [], []
   for segment in trajectory.segments:
@@ -213,7 +217,8 @@ def _encode(trajectory: Trajectory, algorithm: Algorithm, reward: float) -> dict
     token.extend(segment.token_ids)
     sampled.extend([float(policy)] * size)
     logp.extend(segment.log_probs if policy else [0.0] * size)
-  streams = algorithm.streams(trajectory, reward)
+  given = (trajectory, reward) if steps is None else (trajectory, reward, steps)
+  streams = algorithm.streams(*given)
   for name in algorithm.STREAMS:
     if len(streams.get(name, ())) != len(token):
       raise ValueError(

@@ -3,6 +3,7 @@
 matching.py   compares answers
 methods.py    the rewards of published methods, pure functions
 sums.py       `make("exact_match + 0.1*format")`, what `reward.name` may say
+steps.py      rewards of single searches
 """
 
 from stratified.rewards.matching import exact_match, extract_answer, f1, normalize_answer

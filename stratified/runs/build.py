@@ -25,6 +25,7 @@ from stratified.learner import optimizer as optimizers
 from stratified.policy import decoder, families, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.settings import decoder_config, PolicySettings
+from stratified.rewards import steps as step_rewards
 from stratified.runs import check_task, refusals, settings
 from stratified.tasks import base, named
 
@@ -60,7 +61,8 @@ class Run:
 
   stages: in their order, the warm start first where there is one.
   task: None where the run was built without one.
-  reward: what a rollout is worth, see rewards.Reward.
+  reward: what a rollout is worth, see rewards.Reward. steps: what its single searches are; None
+    where they are worth nothing.
   """
 
   config: Any
@@ -71,6 +73,7 @@ class Run:
   stages: tuple[StageParts, ...]
   task: base.Task | None = None
   reward: Any = None
+  steps: Any = None
 
   @property
   def last(self) -> StageParts:
@@ -119,6 +122,7 @@ def check(config) -> None:
   refusals.check_settings(config)
   method = algorithm(config, trial.NUM_STRATA)
   found = refusals.checked_stages(config, method)
+  refusals.check_steps(config, found)
   if ":" in config.algorithm.name:
     for tried in {id(one.algorithm): one.algorithm for one in found}.values():
       trial.check(tried, f"algorithm.name={config.algorithm.name!r}")
@@ -146,7 +150,10 @@ def assemble(config, mesh, model: decoder.DecoderConfig, *, task: bool = False) 
       f"advantage.name={config.advantage.name!r} takes the parts of a reward, and the task's own "
       "has none; name them with --config.reward.name, such as 'exact_match + 0.1*format'"
     )
-  return Run(config, mesh, model, assign, method, trained, opened, reward)
+  worth = opened and step_rewards.of(
+    read(step_rewards.StepSettings, config), opened.tokenizer.decode
+  )
+  return Run(config, mesh, model, assign, method, trained, opened, reward, worth)
 
 
 ###  Parts  ###

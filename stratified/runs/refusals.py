@@ -12,6 +12,7 @@ from stratified.config import read
 from stratified.policy import decoder, lora
 from stratified.policy.settings import check_platform, PolicySettings
 from stratified.retrieval import retrievers
+from stratified.rewards import steps as step_rewards
 from stratified.runs import samplers, settings
 from stratified.tasks import base, named, search_qa
 from stratified.tools.search import Search
@@ -80,6 +81,20 @@ def check_updates(config) -> None:
       f"update.epochs={config.update.epochs} x update.mini_batches={parts} are {updates} updates "
       f"of one rollout batch; they must be at most {MOST_UPDATES}"
     )
+
+
+def check_steps(config, stages) -> None:
+  """Refuses rewards of single searches where a method has no place for them, or none are read."""
+  path = config.reward.documents
+  if not path:
+    return
+  wrong = [s for s in stages if s.source == "rollouts" and not s.algorithm.TAKES_STEPS]
+  if wrong:
+    raise ValueError(
+      f"reward.documents={path!r} rewards single searches, for which algorithm.name="
+      f"{config.algorithm.name!r} has no place; set --config.algorithm.name=ppo, or leave it out"
+    )
+  step_rewards.read_documents(path)
 
 
 def check_likelihood(config) -> None:

@@ -20,6 +20,7 @@ from stratified.retrieval.client import HttpSettings
 from stratified.retrieval.noise import NoiseSettings
 from stratified.retrieval.retrievers import RetrieverSettings
 from stratified.rewards import RewardSettings
+from stratified.rewards.steps import StepSettings
 from stratified.runs import workdir as workdirs
 from stratified.runs.checkpoint import CheckpointSettings
 from stratified.runs.samplers import SamplerSettings
@@ -123,6 +124,7 @@ CLASSES = (
   OptimizerSettings,
   StrataSettings,
   RewardSettings,
+  StepSettings,
   WarmStartSettings,
   *named.SETTINGS,
   AlgorithmSettings,

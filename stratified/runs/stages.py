@@ -98,6 +98,10 @@ class Reinforcement:
     self._sampled = groups, reward, strata
     row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
     row |= {f"rollout/{name}": value for name, value in counts.items()}
+    steps = self._steps(groups)
+    if steps:
+      of_rollouts = [sum(turns) for group in steps for turns in group]
+      row["reward/steps"] = sum(of_rollouts) / max(1, len(of_rollouts) - row["rollout/failed"])
     spent = times["rollout_s"] + times["search_s"]
     row["rollout/tokens_per_second"] = sampled_tokens(row) / spent
     row |= {f"time/{name}": value for name, value in times.items()}
@@ -109,8 +113,17 @@ class Reinforcement:
       strata=strata,
       num_strata=run.partition.num_strata,
       parts=parts,
+      steps=steps,
     )
     return batch, row
+
+  def _steps(self, groups) -> list[list[list[float]]] | None:
+    """[Q][K] the rewards of each rollout's turns; None where single searches earn nothing."""
+    run = self._around.run
+    if run.steps is None:
+      return None
+    with blame("reward.documents", run.config.reward.documents):
+      return [[[] if t.fault else run.steps(t) for t in group] for group in groups]
 
   def _judged(self, groups, step: int):
     """(scores or None, rewards, strata [Q][K], parts [Q][K][P] or None) of a step's rollouts."""
