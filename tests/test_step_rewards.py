@@ -3,17 +3,17 @@
 import dataclasses
 import json
 import math
-import subprocess
+import types
 
 import numpy as np
 import pytest
 from small_rollouts import collate, OneCharacterEach
-from test_train import command, config, ROOT, rows
+from test_train import config
 
 from stratified.algorithms.policy_loss import PolicyLossSettings
 from stratified.algorithms.ppo import CriticSettings, Ppo, turn_ends
 from stratified.rewards import steps
-from stratified.runs import refusals
+from stratified.runs import build, refusals, stages
 from stratified.tasks import named
 from stratified.types import Call, Question, Segment, Trajectory, Turn
 
@@ -102,33 +102,29 @@ def test_a_file_that_is_none_is_refused(tmp_path, text, words):
 
 def test_a_method_without_a_place_for_them_is_refused(tmp_path):
   made = config(**{"reward.documents": "steps.jsonl"})
-  from stratified.runs import build
-
   with pytest.raises(ValueError, match="rewards single searches, for which algorithm.name='grpo'"):
     refusals.check_steps(made, build.algorithm(made, 4).stages(4))
 
 
-def test_a_run_of_ppo_learns_from_them(tmp_path):
-  """Every search earns as much as its passages share words with the question's answers."""
-  changes = {
-    "algorithm.name": "ppo",
-    "reward.step_scale": 1.0,
-    "num_steps": 2,
-    "warm_start.num_steps": 0,
-    "rollout.max_observation_tokens": 40,
-    "eval.questions": 1,
-    "eval.every": 0,
-  }
-  task = named.make(config())
-  asked = {q.id: q for step in range(2) for q in task.questions_at(step)}
-  path = tmp_path / "steps.jsonl"
-  path.write_text("".join(
-    json.dumps({"id": q.id, "documents": [f"{q.text} {' '.join(q.golden_answers)}"]}) + "\n"
-    for q in asked.values()
-  ))  # fmt: skip
-  changes["reward.documents"] = str(path)
-  workdir = tmp_path / "run"
-  done = subprocess.run(command(workdir, **changes), cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr[-3000:]
-  found = [row for row in rows(workdir) if "reward/mean" in row]
-  assert len(found) == 2 and all("reward/steps" in row and row["value/loss"] > 0 for row in found)
+def test_a_run_rewards_the_searches_of_its_tasks_rollouts(tmp_path):
+  """Demonstrations search: the gold documents are what their questions' answers stand in."""
+  made = config(**{"algorithm.name": "ppo", "reward.documents": str(tmp_path / "steps.jsonl")})
+  groups = named.make(made).demonstrations(0)
+  write = lambda t: {"id": t.question.id, "documents": [" ".join(t.question.golden_answers)]}
+  lines = [json.dumps(write(t)) for group in groups for t in group]
+  (tmp_path / "steps.jsonl").write_text("\n".join(lines))
+  run = build.build(made)
+  groups.append([dataclasses.replace(groups[0][0], fault="lost")])
+  stage = types.SimpleNamespace(_around=types.SimpleNamespace(run=run))
+  found = stages.Reinforcement._steps(stage, groups)
+  assert found.pop() == [[]]
+  searched = 0
+  for group, each in zip(groups, found):
+    for one, turns in zip(group, each):
+      assert len(turns) == len(one.turns)
+      assert all(turn.calls or value == 0 for turn, value in zip(one.turns, turns))
+      searched += sum(value > 0 for value in turns)
+  assert searched > 0
+  path = str(tmp_path / "none.jsonl")
+  with pytest.raises(ValueError, match="reward.documents=.*none.jsonl' holds no line"):
+    build.check(config(**{"algorithm.name": "ppo", "reward.documents": path}))
