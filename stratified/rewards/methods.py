@@ -14,7 +14,7 @@ import re
 from stratified.rewards.matching import f1, normalize_answer
 from stratified.types import Trajectory, Turn
 
-# The texts that StepSearch compares with by themselves: sharing a word with them earns nothing.
+# Answers that are right or wrong as a whole, as in the F1 of HotpotQA, which AutoRefine uses.
 CHOICES = ("yes", "no", "noanswer")
 _INSIDE = r"((?:(?!</?(?:think|search|information|result|answer)>).)*)"
 _THOUGHT = rf"\s*<think>{_INSIDE}</think>\s*"
