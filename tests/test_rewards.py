@@ -405,6 +405,21 @@ def test_autorefines_reward(answer, golden, refined, reward):
   assert methods.autorefine(answer, golden, refined) == pytest.approx(reward)
 
 
+@pytest.mark.parametrize(
+  "text, inside",
+  [
+    ("<r>a</r> b <r>c\nd</r>", "a c\nd"),
+    ("a</r><r>b</r><r>c", "b"),
+    ("<r>a<r>b</r></r>", "a<r>b"),
+    ("<r></r>", ""),
+    ("a", ""),
+    ("<r>" * 100_000, ""),
+  ],
+)
+def test_what_was_written_between_tags(text, inside):
+  assert methods.written(trajectory(turns=(Turn("answer", text),)), "r") == inside
+
+
 def test_stepsearchs_reward_by_hand():
   # F1 0.8, M = 2 with best F1s 0.5 and 1.0: 0.8 + 0.618 x 0.75
   groups = [["a1 b1 c1", "x1 b2 c2"], ["d1 e1"]]
