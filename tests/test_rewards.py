@@ -377,7 +377,8 @@ def test_researchs_reward_is_f1_in_its_format():
     ("Oslo", "answer", ["<answer>x</answer> <answer>\\boxed{Oslo}</answer>"]),
     ("Oslo", "answer", ["<search>a <search>b</search>", "<answer>\\boxed{Oslo}</answer>"]),
     ("Oslo", "answer", ["<search>a</search>", "<search> <answer>\\boxed{Oslo}</answer>"]),
-    ("Oslo", "answer", ["<result>x</result><answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["<result>x <answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["x</result><answer>\\boxed{Oslo}</answer>"]),
     (None, "length", ["<search>a</search>", "<think>"]),
   ],
 )
