@@ -377,7 +377,8 @@ def test_researchs_reward_is_f1_in_its_format():
     ("Oslo", "answer", ["<answer>x</answer> <answer>\\boxed{Oslo}</answer>"]),
     ("Oslo", "answer", ["<search>a <search>b</search>", "<answer>\\boxed{Oslo}</answer>"]),
     ("Oslo", "answer", ["<search>a</search>", "<search> <answer>\\boxed{Oslo}</answer>"]),
-    ("Oslo", "answer", ["<result>x</result><answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["<result>x <answer>\\boxed{Oslo}</answer>"]),
+    ("Oslo", "answer", ["x</result><answer>\\boxed{Oslo}</answer>"]),
     (None, "length", ["<search>a</search>", "<think>"]),
   ],
 )
@@ -403,6 +404,21 @@ def test_researchs_format_is_broken(answer, stop, texts):
 )
 def test_autorefines_reward(answer, golden, refined, reward):
   assert methods.autorefine(answer, golden, refined) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+  "text, inside",
+  [
+    ("<r>a</r> b <r>c\nd</r>", "a c\nd"),
+    ("a</r><r>b</r><r>c", "b"),
+    ("<r>a<r>b</r></r>", "a<r>b"),
+    ("<r></r>", ""),
+    ("a", ""),
+    ("<r>" * 100_000, ""),
+  ],
+)
+def test_what_was_written_between_tags(text, inside):
+  assert methods.written(trajectory(turns=(Turn("answer", text),)), "r") == inside
 
 
 def test_stepsearchs_reward_by_hand():

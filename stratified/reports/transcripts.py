@@ -15,7 +15,7 @@ from stratified.runs.workdir import is_number
 Record = Mapping[str, Any]
 
 _TAGS = ("think", "search", "answer", "information", "tool_call", "tool_response", "refine")
-_TAGS += ("documents", "result", "calculator", "box")
+_TAGS += ("documents", "result", "observation", "calculator", "box")
 _CALLS = ("search", "tool_call", "calculator")
 _TAG = re.compile(rf"&lt;(/?)({'|'.join(_TAGS)})&gt;")
 _INSIDE = re.compile(rf"(&lt;({'|'.join(_CALLS)}|answer)&gt;)(.*?)(?=&lt;/\2&gt;|\Z)", re.DOTALL)

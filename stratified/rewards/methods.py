@@ -14,7 +14,7 @@ import re
 from stratified.rewards.matching import f1, normalize_answer
 from stratified.types import Trajectory, Turn
 
-# The texts that StepSearch compares with by themselves: sharing a word with them earns nothing.
+# Answers that are right or wrong as a whole, as in the F1 of HotpotQA, which AutoRefine uses.
 CHOICES = ("yes", "no", "noanswer")
 _INSIDE = r"((?:(?!</?(?:think|search|information|result|answer)>).)*)"
 _THOUGHT = rf"\s*<think>{_INSIDE}</think>\s*"
@@ -29,7 +29,10 @@ def own_text(trajectory: Trajectory) -> str:
 
 def written(trajectory: Trajectory, tag: str) -> str:
   """What the policy wrote between `<tag>` and `</tag>`, all of it, with spaces between."""
-  return " ".join(re.findall(rf"<{tag}>(.*?)</{tag}>", own_text(trajectory), re.DOTALL))
+  # in time linear in the text, whatever a policy leaves open
+  *closed, _ = own_text(trajectory).split(f"</{tag}>")
+  parts = [text.partition(f"<{tag}>") for text in closed]
+  return " ".join(inside for _, opened, inside in parts if opened)
 
 
 ###  Search-R1, version 0.3  ###
