@@ -153,11 +153,12 @@ class SearchE1(Algorithm):
     """Reinforcement and distillation of each cycle in turn; either may have no step."""
     steps, found = self.alternation.reinforcement_steps(num_steps), []
     keeps = self._kept_steps(steps) if self.alternation.distillation_steps else 0
+    distillation = dataclasses.replace(self.distillation, kept_steps=keeps)
     for cycle in range(1, self.alternation.cycles + 1):
       if steps:
         found.append(self._reinforcement(steps, cycle, keeps))
       if self.alternation.distillation_steps:
-        found.append(self._distillation(cycle, keeps))
+        found.append(self._on_pairs(distillation, cycle))
     return tuple(found)
 
   def _kept_steps(self, steps: int) -> int:
@@ -187,14 +188,14 @@ class SearchE1(Algorithm):
       reference_of=earlier(1) if cycle > 1 and a.reference == "first" else None,
     )
 
-  def _distillation(self, cycle: int, kept_steps: int) -> Stage:
+  def _on_pairs(self, distillation: "Distillation", cycle: int) -> Stage:
     return Stage(
       f"distillation_{cycle}",
       "pairs",
       self.alternation.distillation_steps,
-      dataclasses.replace(self.distillation, kept_steps=kept_steps),
+      distillation,
       cycle=cycle,
-      trained=self.distillation.trained,
+      trained=distillation.trained,
     )
 
 

@@ -243,12 +243,19 @@ def algorithm(config, num_strata: int) -> Algorithm:
 
 
 def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[StageParts, ...]:
-  """Makes the parts of every stage: the warm start's, where there is one, and the method's own."""
+  """Makes the parts of every stage: the warm start's, where there is one, and the method's own.
+
+  Stages of one algorithm, as cycles have, share an update, which is compiled once.
+  """
   found = [warm_start(config, mesh, model)] if config.warm_start.num_steps else []
   repeat = read(update.UpdateSettings, config)
   shapes, first = packing(config, mesh, mini_batches=repeat.mini_batches), 0
   for stage in refusals.checked_stages(config, method):
-    if stage.source == "pairs":
+    kind = lambda one: (id(one.algorithm), one.source, one.trained)
+    alike = next((parts for parts in found if kind(parts.stage) == kind(stage)), None)
+    if alike:
+      found.append(dataclasses.replace(alike, stage=stage, first=first))
+    elif stage.source == "pairs":
       found.append(on_pairs(config, mesh, model, stage, first))
     else:
       chain = optimizer(config)

@@ -12,7 +12,7 @@ from stratified.config import read
 from stratified.policy import decoder, lora
 from stratified.policy.settings import check_platform, PolicySettings
 from stratified.retrieval import retrievers
-from stratified.runs import samplers, settings
+from stratified.runs import convergence, samplers, settings
 from stratified.tasks import base, named, search_qa
 from stratified.tools.search import Search
 
@@ -28,6 +28,7 @@ def check_settings(config) -> None:
   check_rows(config)
   check_updates(config)
   check_likelihood(config)
+  convergence.check(config)
   base.limits(config)
   named.check(config)
   strata.check(config.strata.name)
@@ -139,6 +140,7 @@ def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
       f"{name} has stages of {', '.join(map(str, steps))} steps; each needs one at least, and they "
       f"must add up to num_steps={config.num_steps}"
     )
+  convergence.check_kept(config, found)
   return tuple(found)
 
 

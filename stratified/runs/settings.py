@@ -21,6 +21,7 @@ from stratified.retrieval.retrievers import RetrieverSettings
 from stratified.rewards import RewardSettings
 from stratified.runs import workdir as workdirs
 from stratified.runs.checkpoint import CheckpointSettings
+from stratified.runs.convergence import ConvergenceSettings
 from stratified.runs.samplers import SamplerSettings
 from stratified.runs.writer import LoggingSettings
 from stratified.sampling.in_process import SamplerConfig
@@ -139,6 +140,7 @@ CLASSES = (
   MemorySettings,
   MeshSettings,
   EvalSettings,
+  ConvergenceSettings,
   CheckpointSettings,
   LoggingSettings,
 )
