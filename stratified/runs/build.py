@@ -49,7 +49,7 @@ class StageParts:
   def with_reference(self) -> bool:
     """Whether its state holds frozen weights: what the KL or a teacher reads, or adapters need."""
     teacher = self.stage.algorithm.teacher
-    if self.stage.source == "pairs":
+    if self.stage.source in ("pairs", "examples"):
       return bool(self.adapter) or bool(teacher and teacher.weights != "current")
     return not self.supervised
 
@@ -257,6 +257,8 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
       found.append(dataclasses.replace(alike, stage=stage, first=first))
     elif stage.source == "pairs":
       found.append(on_pairs(config, mesh, model, stage, first))
+    elif stage.source == "examples":
+      found.append(on_examples(config, mesh, model, stage, first))
     else:
       chain = optimizer(config)
       learn = update.make_update(
@@ -296,6 +298,24 @@ def on_pairs(config, mesh, model, stage: Stage, first: int) -> StageParts:
     host=host_parts(config),
   )
   return StageParts(stage, first, chain, shapes, learn, adapters)
+
+
+def on_examples(config, mesh, model, stage: Stage, first: int) -> StageParts:
+  """The parts of a supervised stage: one update a step, with the run's optimizer and adapters."""
+  asked = config.data.questions_per_step
+  if config.sft.targets == "demonstrations":
+    asked = config.warm_start.demonstrations_per_step
+  chain = optimizer(config)
+  learn = update.make_update(
+    mesh,
+    model,
+    chain,
+    stage.algorithm,
+    chunk=config.policy.logit_chunk or None,
+    adapter=adapter(config),
+    host=host_parts(config),
+  )
+  return StageParts(stage, first, chain, packing(config, mesh, asked), learn, adapter(config))
 
 
 def warm_start(config, mesh, model) -> StageParts:

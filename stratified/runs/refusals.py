@@ -93,7 +93,11 @@ def check_likelihood(config) -> None:
     )
 
 
-SOURCES = ("rollouts", "pairs")  # of a method's own stages; the warm start's are demonstrations
+SOURCES = (
+  "rollouts",
+  "pairs",
+  "examples",
+)  # of a method's own stages; the warm start's are demonstrations
 
 
 def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
@@ -171,17 +175,19 @@ def check_protocol(config) -> None:
 
 def check_warm_start(config) -> None:
   steps = config.warm_start.num_steps
-  if not steps:
+  imitates = config.algorithm.name == "sft" and config.sft.targets == "demonstrations"
+  if not steps and not imitates:
     return
+  asked = f"warm_start.num_steps={steps}" if steps else "sft.targets='demonstrations'"
   if named.name_of(config) == "search_qa":
     raise ValueError(
-      f"warm_start.num_steps={steps} must be 0 with data.name='files': "
+      f"{asked} {'must be 0' if steps else 'has nothing to imitate'} with data.name='files': "
       "demonstrations are scripted for the generated tasks alone"
     )
   if config.rollout.protocol != "short":
     raise ValueError(
-      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
-      f"{steps}: the demonstrations are scripted in its tags; the methods of "
+      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with {asked}: the "
+      "demonstrations are scripted in its tags; the methods of "
       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
     )
 

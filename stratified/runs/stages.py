@@ -17,7 +17,7 @@ from stratified.algorithms import guide
 from stratified.config import read
 from stratified.evaluation import score as scoring
 from stratified.learner import batching, processes
-from stratified.runs import build, held_out, pairs
+from stratified.runs import build, examples, held_out, pairs
 from stratified.runs.rollouts import Rollouts
 from stratified.runs.surroundings import (
   blame,
@@ -148,4 +148,9 @@ class Reinforcement:
     self._rollouts.__exit__(*error)
 
 
-SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement, "pairs": pairs.Pairs}
+SOURCES = {
+  "demonstrations": Demonstrations,
+  "rollouts": Reinforcement,
+  "pairs": pairs.Pairs,
+  "examples": examples.Examples,
+}

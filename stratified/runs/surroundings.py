@@ -59,8 +59,11 @@ def update_row(stats: dict, batch: Batch, seconds: float) -> dict[str, float]:
   }
 
 
-def unrewarded(groups, parts: build.StageParts, prompts=None) -> Batch:
-  """Makes a batch of rollouts [n][1] without rewards or strata; prompts: a teacher's own."""
+def unrewarded(groups, parts: build.StageParts, prompts=None, others=None) -> Batch:
+  """Makes a batch of rollouts [n][1] without rewards or strata.
+
+  prompts, others: a teacher's own, see `batching.collate`.
+  """
   zeros = np.zeros((len(groups), 1), np.int32)
   return batching.collate(
     groups,
@@ -70,6 +73,7 @@ def unrewarded(groups, parts: build.StageParts, prompts=None) -> Batch:
     strata=zeros,
     num_strata=1,
     prompts=prompts,
+    others=others,
   )
 
 
