@@ -246,3 +246,55 @@ def test_a_distillation_learns_from_the_pairs_of_its_cycle(made, whole, cycle, f
       assert batch.stream_art["distillation"][own].tolist() == list(weights)
   passes = [trained[at : at + len(found)] for at in range(0, len(trained), len(found))]
   assert all(len(set(one)) == len(one) for one in passes), "a pair came twice in a pass"
+
+
+###  Other methods, as the smallest run of each  ###
+
+
+def trained(workdir, **changes):
+  """(rows of steps, pairs, policy before and after) of a run of two steps."""
+  made = build.build(config_of(**{"num_steps": 2, "eval.every": 0} | changes))
+  calls = Calls()
+  trainer.train(calls.watch(made), workdir, NEVER)
+  rows = [row for row in test_train.rows(workdir) if "stage" in row]
+  assert [row["step"] for row in rows] == [1, 2]
+  assert all(row["update/skipped"] == 0 and row["grad/norm"] > 0 for row in rows)
+  assert all(row["run/trained_tokens"] > 0 for row in rows)
+  path = workdir / "pairs" / "cycle_1.jsonl"
+  return rows, pair_files.read(path, None).pairs if path.exists() else [], calls
+
+
+OF_PAIRS = {"search_e1.cycles": 1, "search_e1.distillation_steps": 2}
+
+
+def test_sft_trains(tmp_path):
+  rows, pairs, calls = trained(tmp_path, **{"algorithm.name": "sft"})
+  assert [row["stage"] for row in rows] == ["sft", "sft"] and not pairs
+  assert all(row["sft/kept_share"] == 1 and 3 < row["sft/loss"] < 10 for row in rows)
+  assert calls[0][1].reference is None
+  assert (calls[0][1].params["embed"] != calls[1][3].params["embed"]).any()
+
+
+def test_rejection_sampling_trains_on_every_right_rollout(tmp_path):
+  rows, pairs, _ = trained(tmp_path, **search_e1.NEIGHBOURS["rejection_sampling"] | OF_PAIRS)
+  chosen = [(pair.reference.question.id, pair.reference.sample) for pair in pairs]
+  assert len(set(chosen)) == len(chosen) > len({question for question, _ in chosen})
+  assert all(pair.reference_reward >= 0.3 for pair in pairs)
+  for pair in pairs:  # of five rollouts
+    same_question = sum(question == pair.reference.question.id for question, _ in chosen)
+    assert pair.right_share == same_question / 5
+  assert all(row["distillation/loss"] > 3 and "distillation/kl" not in row for row in rows)
+
+
+def test_pairs_by_weight_and_contrast_train(tmp_path):
+  neighbours = search_e1.NEIGHBOURS["ssopd"] | search_e1.NEIGHBOURS["rlcsd"]
+  # A step without a pair that counts has no gradient; all rollouts right is worth nothing here.
+  rows, pairs, calls = trained(tmp_path, **neighbours | OF_PAIRS | {"pairs.num_questions": 8})
+  assert all(row["distillation/kl"] > 0 for row in rows)
+  assert all(
+    pair.contrast.sample not in (pair.student.sample, pair.reference.sample) for pair in pairs
+  )
+  weights = {round(4 * pair.right_share * (1 - pair.right_share), 5) for pair in pairs}
+  for _, _, batch, _ in calls:
+    given = {round(float(x), 5) for x in batch.array_qk["weight"].ravel()}
+    assert given <= weights and batch.teacher_art["other_token"].any()
