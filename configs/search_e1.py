@@ -60,8 +60,9 @@ INSTRUCT = search_r1.INSTRUCT | METHOD | LARGE | {"advantage.name": "gn"}
 PRESETS = {"tiny": TINY, "smollm2": SMOLLM2, "base": BASE, "instruct": INSTRUCT}
 
 
-# Neighbour -> the fields in which it differs from Search-E1.
+# Neighbour -> the fields in which it differs from Search-E1, which is the first.
 NEIGHBOURS = {
+  "search_e1": {},
   # The same pairs and steps, without a teacher.
   "sft_on_reference": {"distillation.loss": "imitation"},
   # arXiv 2503.09516's baseline: every right one of 5 rollouts a question, imitated. No
@@ -128,9 +129,9 @@ def sweep_span(add):
 
 
 def sweep_neighbours(add):
-  """Search-E1 beside the other methods of its parts."""
-  for preset in ("tiny", *NEIGHBOURS):
-    add(preset=preset)
+  """Search-E1 beside the other methods of its parts; `search_e1:smollm2` sweeps that preset."""
+  for method in NEIGHBOURS:
+    add(preset=method)
 
 
 def sweep_loss(add):

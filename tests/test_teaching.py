@@ -36,14 +36,14 @@ LENGTH, STEPS = 256, 25
 SMALL = {
   "policy.width": 64,
   "policy.num_layers": 2,
-  "policy.unroll": 2,
+  "policy.unroll": 1,
   "policy.num_heads": 2,
   "policy.num_kv_heads": 1,
   "policy.mlp_width": 160,
   "data.entities": 120,
   "data.hop_shares": (0.5, 0.5, 0.0, 0.0),
   "warm_start.mixture": (0.5, 0.5, 0.0, 0.0),  # whatever the question needs
-  "warm_start.num_steps": 160,
+  "warm_start.num_steps": 150,
   "warm_start.demonstrations_per_step": 24,
   "warm_start.learning_rate": 4e-3,
   "guide.share": 0.5,
