@@ -179,6 +179,28 @@ def test_rollouts_for_pairs_are_of_the_policy_that_the_stage_begins_with(monkeyp
   assert mined.stats["pairs/sampled_tokens"] == 5 * 3 * len("<a>0</a>")
 
 
+def test_reinforcement_keeps_the_rollouts_of_its_last_steps(monkeypatch):
+  kept, config = [], settings.default_config()
+  config.logging.trajectories_every = 0
+  packing = batching.Packing.for_rollouts(1, length=64, rows=1)
+  stage = types.SimpleNamespace(name="r_1", cycle=1, num_steps=5, keeps=2)
+  parts = types.SimpleNamespace(stage=stage, first=4, packing=packing)
+  run = types.SimpleNamespace(config=config, task=None)
+  writer = types.SimpleNamespace(write=lambda row, **tokens: None)
+  around = types.SimpleNamespace(run=run, sampler=None, writer=writer, workdir="w")
+  source = stages.Reinforcement(parts, around, None)
+  monkeypatch.setattr(stages.pairs, "keep", lambda folder, step, groups: kept.append(step))
+  monkeypatch.setattr(stages.held_out, "due", lambda config, parts, step: False)
+  batch = batching.collate(
+    [[RIGHT]], packing=packing, algorithm=Supervised(), rewards=[[0]], strata=[[0]], num_strata=1
+  )
+  known = ("time/update_s", "rollout/policy_tokens", "reward/mean", "rollout/searches_mean")
+  for step in range(5, 10):
+    source._sampled = [[RIGHT]], [[0.0]], [[0]]
+    source.finish(step, None, {"advantage_qk": [[0.0]]}, batch, dict.fromkeys(known, 1.0))
+  assert kept == [8, 9]
+
+
 ###  Demonstrations and examples  ###
 
 

@@ -25,8 +25,7 @@ SETTINGS = {
   "distillation.optimizer": "adamw",
   "distillation.learning_rate": 1e-2,
   # An untrained policy breaks every format and is right by chance of its tokens alone.
-  "pairs.num_questions": 4,
-  "pairs.source": "last_steps",
+  "pairs.num_questions": 5,
   "pairs.correct_at": 0.3,
   "pairs.max_invalid_share": 1.0,
 }
