@@ -11,7 +11,8 @@ ties the two. Everything else is the preset's, so two methods differ in what the
 The table of arXiv 2510.06214 is `grpo`, `san`, `stratified_grpo`.
 
 Published methods (configs/published.py) come with their protocol, reward and loss, and on `base`
-and `instruct` with the settings of their papers.
+and `instruct` with the settings of their papers. Supervised methods are `sft`, `sft_demonstrations`
+and `rejection_sampling`; the last is made of the parts of configs/search_e1.py.
 
 Methods that learn nothing (`direct`, `cot`, `rag`, `ircot`, `search_o1`) need a preset with
 weights, `smollm2` if none is named, and are evaluated as they stand:
@@ -20,7 +21,7 @@ weights, `smollm2` if none is named, and are evaluated as they stand:
         --workdir=runs/rag_3b
 """
 
-from configs import search_r1
+from configs import search_e1, search_r1
 from configs.published import PUBLISHED
 
 # Method -> the config fields in which it differs from the preset.
@@ -61,15 +62,35 @@ INFERENCE = {
 }
 
 
+# Supervised methods -> likewise. Their papers name no optimizer settings: those are ours.
+SUPERVISED = {
+  # arXiv 2503.09516's SFT: the golden answer right after the question, no retrieval
+  "sft": {"algorithm.name": "sft", "sft.targets": "answers"},
+  # the task's script, where its answer is right; needs a generated task
+  "sft_demonstrations": {"algorithm.name": "sft", "sft.targets": "demonstrations"},
+}
+# What they change of presets with weights: no tool in the prompt, a usual rate, its questions.
+SFT_LARGE = {
+  "rollout.protocol": "direct",
+  "optimizer.learning_rate": 1e-5,
+  "data.questions_per_step": 64,
+}
+
+
 def get_config(method: str = "grpo"):
   name, _, preset = method.partition(":")
+  if name == "rejection_sampling":
+    return search_e1.get_config(method)
+  if name in SUPERVISED:
+    return _supervised(name, preset or "tiny")
   if name in INFERENCE:
     return _inference(name, preset or "smollm2")
   if name in PUBLISHED:
     return _published(name, preset or "tiny")
   if name not in METHODS:
     raise ValueError(
-      f"method {name!r} is unknown; choose one of {', '.join([*METHODS, *PUBLISHED, *INFERENCE])}, "
+      f"method {name!r} is unknown; choose one of "
+      f"{', '.join([*METHODS, *PUBLISHED, *SUPERVISED, 'rejection_sampling', *INFERENCE])}, "
       "as in configs/baselines.py:grpo or configs/baselines.py:grpo:instruct"
     )
   config = search_r1.get_config(preset or "tiny")
@@ -84,6 +105,14 @@ def _published(name: str, preset: str):
   config.update_from_flattened_dict(PUBLISHED[name](preset))
   if config.retriever.noise_end:
     config.retriever.noise_steps = config.get_ref("num_steps")  # follows --config.num_steps
+  return config
+
+
+def _supervised(name: str, preset: str):
+  config = search_r1.get_config(preset)
+  config.update_from_flattened_dict(SUPERVISED[name])
+  if config.policy.checkpoint and config.sft.targets == "answers":
+    config.update_from_flattened_dict(SFT_LARGE)
   return config
 
 
@@ -103,8 +132,8 @@ def sweep_table(add):
 
 
 def sweep_methods(add):
-  """Every method of this file."""
-  for method in (*METHODS, *PUBLISHED):
+  """Every method of this file that learns."""
+  for method in (*METHODS, *PUBLISHED, *SUPERVISED, "rejection_sampling"):
     add(preset=method)
 
 

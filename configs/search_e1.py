@@ -5,6 +5,12 @@
 Presets, after the colon: `tiny` (none means this; two CPU cores), `smollm2` (real weights, real
 questions), `base` and `instruct` (Qwen2.5-3B). Each is the preset of that name in
 configs/search_r1.py with the paper's method; docs/search_e1.md lists what the paper leaves open.
+
+A neighbour's name before the preset makes the method another one of the same parts:
+
+    python experiments/train.py --config=configs/search_e1.py:ssopd:tiny --workdir=runs/ssopd
+
+Neighbours: `sft_on_reference`, `rejection_sampling`, `ssopd`, `rlcsd`.
 """
 
 from configs import search_r1
@@ -54,8 +60,42 @@ INSTRUCT = search_r1.INSTRUCT | METHOD | LARGE | {"advantage.name": "gn"}
 PRESETS = {"tiny": TINY, "smollm2": SMOLLM2, "base": BASE, "instruct": INSTRUCT}
 
 
+# Neighbour -> the fields in which it differs from Search-E1, which is the first.
+NEIGHBOURS = {
+  "search_e1": {},
+  # The same pairs and steps, without a teacher.
+  "sft_on_reference": {"distillation.loss": "imitation"},
+  # arXiv 2503.09516's baseline: every right one of 5 rollouts a question, imitated. No
+  # reinforcement: `get_config` makes all steps imitation.
+  "rejection_sampling": {
+    "search_e1.cycles": 1,
+    "distillation.loss": "imitation",
+    "pairs.reference": "every_correct",
+    "pairs.max_invalid_share": 1.0,  # of the other rollout, which nobody imitates
+    "pairs.samples_per_question": 5,
+  },
+  # arXiv 2605.17497: the shortest right rollout teaches the beginning of the longest wrong one,
+  # most where a question has both. There as a part of GRPO's loss, here in turns with it.
+  "ssopd": {
+    "pairs.reference": "shortest_correct",
+    "pairs.student": "longest_wrong",
+    "distillation.prefix": 0.5,
+    "distillation.weight": "mixed",
+  },
+  # arXiv 2606.11709: what a wrong hint changes too is style, and is taken off.
+  "rlcsd": {"pairs.contrast": 1.0},
+}
+
+
 def get_config(preset: str = "tiny"):
-  return settings.of_preset(PRESETS, preset, "configs/search_e1.py")
+  name, _, rest = preset.partition(":")
+  if name not in NEIGHBOURS:
+    return settings.of_preset(PRESETS, preset, "configs/search_e1.py")
+  config = settings.of_preset(PRESETS, rest or "tiny", f"configs/search_e1.py:{name}")
+  config.update_from_flattened_dict(NEIGHBOURS[name])
+  if name == "rejection_sampling":
+    config.search_e1.distillation_steps = config.get_ref("num_steps")  # follows --config.num_steps
+  return config
 
 
 def sweep_clip(add):
@@ -86,6 +126,12 @@ def sweep_span(add):
   """Which of the student's tokens count."""
   for span in ("all", "think_search", "search"):
     add(**{"distillation.span": span})
+
+
+def sweep_neighbours(add):
+  """Search-E1 beside the other methods of its parts; `search_e1:smollm2` sweeps that preset."""
+  for method in NEIGHBOURS:
+    add(preset=method)
 
 
 def sweep_loss(add):

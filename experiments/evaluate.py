@@ -1,6 +1,6 @@
-"""Evaluates a run's newest checkpoint, or a preset's weights as they are, on held-out questions.
+"""Evaluates a checkpoint of a run, or a preset's weights as they are, on held-out questions.
 
-    python experiments/evaluate.py --workdir=runs/tiny [--questions=400] [--forced=2]
+    python experiments/evaluate.py --workdir=runs/tiny [--questions=400] [--forced=2] [--step=best]
     python experiments/evaluate.py --config=configs/search_r1.py:instruct \\
         --config.policy.checkpoint=runs/x/export --sets=all --questions=-1 --workdir=runs/x_table
     python experiments/evaluate.py --config=configs/baselines.py:rag:smollm2 --sets=nq,hotpotqa \\
@@ -28,7 +28,7 @@ from stratified.agents import loop
 from stratified.config import unaffected
 from stratified.evaluation import answers, coverage, paired, runner, tables
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, command_line, evaluations, held_out, settings
+from stratified.runs import build, checkpoint, command_line, evaluations, held_out, settings
 from stratified.runs import samplers as servers
 from stratified.runs import workdir as workdirs
 from stratified.runs.stop import Stop
@@ -40,6 +40,9 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "The preset, where the workdir holds no run."
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+_STEP = command_line.define_step(
+  "Which checkpoint of the run, or best, on held-out questions; the newest unless given."
+)
 _QUESTIONS = flags.DEFINE_integer(
   "questions",
   0,
@@ -84,6 +87,8 @@ def main(_) -> None:
   workdir, stop = pathlib.Path(_WORKDIR.value), Stop()
   try:
     config, stored = _config(workdir)
+    if _STEP.value is not None and not stored:
+      raise ValueError(f"--step={_STEP.value} is a checkpoint's, and {workdir} holds no run")
     temperatures = _temperatures(config)
     others = {folder: answers.open_folder(folder) for folder in _COMPARE.value}
     known = coverage.read(_COVERAGE.value) if _COVERAGE.value else None
@@ -99,7 +104,10 @@ def main(_) -> None:
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   build.enable_compilation_cache()
-  step, params = restore(made, workdir) if stored else (None, None)
+  try:
+    step, params = restore(made, workdir, _STEP.value) if stored else (None, None)
+  except ValueError as error:
+    sys.exit(f"{error}")
   asked = Asked(made, sets, limits, step, known, others)
   folder, rows = workdir, []
   try:
@@ -189,21 +197,22 @@ def write(workdir, folder, step: int, rows: list, others: list, temperature: flo
   found = {name: tests for name, _, tests in others}
   files.write_json(folder / "table.json", {"rows": rows, "paired": found})
   scores = {"step": step, "sets": row["sets"], "average": row["average"]}
-  if _FORCED.value is not None or _SAMPLES.value > 1 or temperature:
-    scores = {
-      f"forced_{_FORCED.value}"
-      if _FORCED.value is not None and _SAMPLES.value == 1
-      else folder.name: scores
-    }
+  plain = _SAMPLES.value == 1 and _STEP.value is None
+  if _FORCED.value is not None or not plain or temperature:
+    forced = _FORCED.value is not None and plain
+    scores = {f"forced_{_FORCED.value}" if forced else folder.name: scores}
   elif _SETS.value:
     scores["sets"] = _sets_of_step(workdir, step) | scores["sets"]
   held_out.record(workdir, scores)
 
 
-def restore(made: build.Run, workdir):
-  """Restores (step, parameters) of the newest checkpoint; (0, None) where nothing is saved yet."""
+def restore(made: build.Run, workdir, step: int | str | None = None):
+  """Restores (step, parameters) of the newest checkpoint, or of that step, or "best".
+
+  (0, None) where nothing is saved yet.
+  """
   weights = of_stage(made, made.last, workdir)
-  found = weights.restore_policy(workdir)
+  found = weights.restore_policy(workdir, checkpoint.step_of(workdir, step))
   return (found[1], found[0]) if found else (0, None)
 
 

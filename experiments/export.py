@@ -1,15 +1,16 @@
 """Writes a trained policy as a Hugging Face directory, which transformers, vLLM and SGLang load.
 
-    python experiments/export.py --workdir=runs/tiny --output=exports/tiny [--step=200] \\
+    python experiments/export.py --workdir=runs/tiny --output=exports/tiny [--step=200|best] \\
         [--dtype=bfloat16]
     python experiments/export.py --workdir=runs/lora --output=exports/lora --adapters
     python experiments/export.py --config=configs/search_r1.py:smollm2 --output=exports/untrained
 
-It takes a run's newest checkpoint or that of --step; with --config and no workdir, the preset's
-model as it is. Weights have the dtypes of the model directory that the run began with, float32
-where it began with none. LoRA adapters are merged, or with --adapters written by themselves in
-PEFT's layout. The directory appears when it is whole; an earlier export under that name is
-replaced, anything else is left alone.
+It takes a run's newest checkpoint, that of --step, or with --step=best the one that was best on
+held-out questions; with --config and no workdir, the preset's model as it is. Weights have the
+dtypes of the model directory that the run began with, float32 where it began with none. LoRA
+adapters are merged, or with --adapters written by themselves in PEFT's layout. The directory
+appears when it is whole; an earlier export under that name is replaced, anything else is left
+alone.
 """
 
 import json
@@ -27,7 +28,7 @@ from stratified import config as configs
 from stratified.data import tokenizer as tokenizers
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face, peft, safetensors
-from stratified.runs import build, command_line, settings
+from stratified.runs import build, checkpoint, command_line, settings
 from stratified.runs.weights import of_stage, Weights
 from stratified.tasks import named
 
@@ -36,7 +37,9 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
 _OUTPUT = flags.DEFINE_string("output", None, "The directory to write.", required=True)
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint of the run; the newest unless given.")
+_STEP = command_line.define_step(
+  "Which checkpoint of the run, or best, on held-out questions; the newest unless given."
+)
 _DTYPE = flags.DEFINE_string(
   "dtype", None, "float32, bfloat16 or float16; that of the weights it began with unless given."
 )
@@ -55,12 +58,14 @@ def export(
   output: pathlib.Path,
   *,
   workdir: pathlib.Path | None = None,
-  step: int | None = None,
+  step: int | str | None = None,
   dtype: str | None = None,
   adapters: bool = False,
   shard_bytes: int | None = None,
 ) -> int:
-  """Writes the policy of `workdir` (newest checkpoint, or `step`'s); without one, of `config`.
+  """Writes the policy of `workdir`; without one, of `config`.
+
+  step: which checkpoint, or "best"; the newest unless given.
 
   Returns the step. Raises ValueError or FileNotFoundError, before anything is written, for what
   can't be exported and for an output that holds something else; nothing is replaced before the new
@@ -85,7 +90,10 @@ def export(
       )
       + "; leave the flag out to export the whole policy"
     )
-  parts = (None, _initial(weights), 0) if workdir is None else weights.restore_parts(workdir, step)
+  if workdir is None:
+    parts = None, _initial(weights), 0
+  else:
+    parts = weights.restore_parts(workdir, checkpoint.step_of(workdir, step))
   if parts is None:
     raise ValueError(
       f"{workdir} holds no checkpoint yet; its training command writes the first before step 1"

@@ -39,7 +39,7 @@ def step(mesh, algorithm, groups, rewards, *, settings=update.UpdateSettings(), 
   return state, jax.device_get(stats), batch
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "sft"])  # has no reward
 def test_every_method_fits_the_update_and_moves_the_policy(mesh, name):
   algorithm = of(name).stages(300)[0].algorithm
   trial.check(algorithm, f"algorithm.name={name!r}")

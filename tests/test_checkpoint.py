@@ -99,7 +99,9 @@ with checkpoint.Checkpointer(sys.argv[1], every=1, keep=1) as checkpointer:
   step = restored[1] if restored else 0
   while True:
     step += 1
-    checkpointer.save(step, make_state(step, size=40_000))
+    best = step - step % 3  # every third step is better than all before
+    scores = [(at, at / 3) for at in range(3, best + 1, 3)]
+    checkpointer.save(step, make_state(step, size=40_000), scores=scores, best=best or None)
 """
 
 
@@ -133,6 +135,10 @@ def test_a_process_killed_while_saving_leaves_the_last_whole_checkpoint(tmp_path
       restored, step = checkpointer.restore_latest(abstract_state)
     assert step > after
     assert_same_bits(restored, make_state(step, size=40_000))
+    best = checkpoint.best_step(tmp_path)
+    assert best == step - step % 3 > 0
+    found, _ = checkpoint.restore_part(tmp_path, {"params": abstract_state.params}, best)
+    assert_same_bits(found["params"], make_state(best, size=40_000).params)
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if "tmp" in name]
     after = step
   assert half_written, "no kill fell into a save, so this proved nothing"

@@ -77,6 +77,7 @@ REWARDS = [1, 0, 1, 1, 0, 1]
     ("fewest_searches", 2),
     ("fewest_searches_some", 3),
     ("stratified", 5),  # two searches: 2 of 2; none: 1 of 1; one: 1 of 3
+    ("shortest_correct", 5),  # two tokens; the others have three or four
   ],
 )
 def test_rules_of_the_reference(rule, expected):
@@ -156,6 +157,43 @@ def test_rules_of_the_student(rule, expected):
     rollout(5, "c", "d"),  # the same
   ]
   assert samples(group, [1, 0, 0, 1, 0, 0], student=rule) == (0, expected)
+
+
+def test_the_longest_wrong_one_is_the_student_and_of_equal_ones_the_first():
+  group = [rollout(0, tokens=9), rollout(1), rollout(2, tokens=6), rollout(3, tokens=6)]
+  assert samples(group, [1, 0, 0, 0], student="longest_wrong") == (0, 2)
+  assert samples(group, [1, 1, 1, 0], student="longest_wrong", reference="random_correct")[1] == 3
+
+
+def test_every_right_rollout_is_a_reference_with_a_student_of_its_own():
+  found = mined(GROUP, REWARDS, reference="every_correct")
+  assert [pair.reference.sample for pair in found.pairs] == [0, 2, 3, 5]
+  # The wrong ones searched once for x, once for z: of 0's two searches for x and y, z is unlike.
+  assert [pair.student.sample for pair in found.pairs] == [4, 1, 4, 4]
+  assert [pair.reference_reward for pair in found.pairs] == [1] * 4
+  assert {pair.student_reward for pair in found.pairs} == {0}
+  assert {pair.right_share for pair in found.pairs} == {4 / 6}
+  assert found.stats["pairs/count"] == 4 and found.stats["pairs/skipped_share"] == 0
+  right = mined(GROUP[:2] + GROUP[2:4], [1, 1, 1, 1], reference="every_correct").pairs
+  assert all(pair.reference.sample != pair.student.sample for pair in right) and len(right) == 4
+  spoilt = [dataclasses.replace(one, answer=None) for one in GROUP]
+  found = mined(spoilt, REWARDS, reference="every_correct", max_invalid_share=0.0)
+  assert not found.pairs and found.stats["pairs/skipped_invalid"] == 1
+
+
+def test_a_contrast_is_a_wrong_rollout_besides_the_student():
+  group = [rollout(0), rollout(1, "x"), rollout(2, "y", "z"), rollout(3), rollout(4)]
+  seen = set()
+  for seed in range(20):
+    (pair,) = mined(group, [1, 0, 0, 1, 0], seed=seed, contrast=1.0).pairs
+    assert pair.student.sample == 2 and pair.right_share == 0.4
+    seen.add(pair.contrast.sample)
+  assert seen == {1, 4}
+  assert mined(group, [1, 0, 0, 1, 0]).pairs[0].contrast is None
+  found = mined(group, [1, 0, 1, 1, 1], contrast=0.5)
+  assert not found.pairs and found.stats["pairs/skipped_no_contrast"] == 1
+  with pytest.raises(ValueError, match="contrast=0.5 with pairs.reference='random_wrong'"):
+    PairSettings(contrast=0.5, reference="random_wrong")
 
 
 def test_length_decides_last():
@@ -282,7 +320,8 @@ def rows():
   """The rows of a file, as JSON gives them back."""
   decode = lambda ids: "".join(map(chr, ids))
   group = [rollout(0, "sea of Norway", tokens=3), rollout(1, "x", stop="length", answer=None)]
-  pairs = mined(group, [1, 0], max_invalid_share=1.0).pairs
+  group.append(rollout(2, "sea"))
+  pairs = mined(group, [1, 0, 0], max_invalid_share=1.0, contrast=1.0).pairs
   return json.loads(json.dumps(pair_records.records(pairs, decode, "abc"))), pairs
 
 
@@ -296,6 +335,7 @@ def test_a_row_says_what_was_asked_and_what_each_rollout_did(rows):
   assert (reference["reward"], student["reward"]) == (1.0, 0.0)
   assert (reference["searches"], reference["queries"]) == (1, ["sea of Norway"])
   assert (student["stop"], student["answer"]) == ("length", None)
+  assert row["contrast"]["sample"] == 2 and row["right_share"] == 1 / 3
   assert reference["segments"][1] == {
     "origin": "policy",
     "text": "\x03\x04\x05",
@@ -313,7 +353,10 @@ def test_what_is_read_back_is_what_was_mined_but_for_log_probs(rows):
     ),
   )
   assert found == [
-    pair._replace(reference=silent(pair.reference), student=silent(pair.student)) for pair in pairs
+    pair._replace(
+      **{part: silent(getattr(pair, part)) for part in ("reference", "student", "contrast")}
+    )
+    for pair in pairs
   ]
 
 

@@ -17,9 +17,10 @@ from stratified.algorithms.gigpo import Gigpo
 from stratified.algorithms.grpo import Grpo
 from stratified.algorithms.ppo import Ppo
 from stratified.algorithms.search_e1 import SearchE1
+from stratified.algorithms.supervised import Sft
 from stratified.config import setting, Settings
 
-METHODS = {"grpo": Grpo, "ppo": Ppo, "gigpo": Gigpo, "search_e1": SearchE1}
+METHODS = {"grpo": Grpo, "ppo": Ppo, "gigpo": Gigpo, "search_e1": SearchE1, "sft": Sft}
 # Every class of settings once, in the order of the methods.
 SETTINGS = tuple(dict.fromkeys(cls for method in METHODS.values() for cls in method.SETTINGS))
 

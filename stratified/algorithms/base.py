@@ -199,12 +199,15 @@ class Teacher(NamedTuple):
     "current" (the policy's own, without gradient).
   decay: of the reference at each update, reference = decay x reference + (1 - decay) x policy.
   row_length: tokens of its packed rows.
+  contrast: with z its logits after its prompt, z' after another prompt and z0 after the policy's
+    own, its logits are z - contrast x (z' - z0).
   """
 
   settings: Any
   weights: str = "frozen"
   decay: float = 1.0
   row_length: int = 0
+  contrast: float = 0.0
 
 
 class Trained(NamedTuple):
@@ -225,8 +228,9 @@ class Stage(NamedTuple):
   """A part of a run, trained to its end before the next begins.
 
   name: as it stands in the rows of metrics.jsonl.
-  source: where its batches come from: "demonstrations" (the task's, scripted), "rollouts" (the
-    policy's own) or "pairs" (mined from the policy's own).
+  source: where its batches come from: "demonstrations" (the task's, scripted, before the run's
+    first step), "rollouts" (the policy's own), "pairs" (mined from the policy's own) or "examples"
+    (the golden answers, or the task's script, see `sft.targets`).
   algorithm: how it learns from them.
   cycle: which turn of an alternation it belongs to, from 1; 0 where there is none.
   keeps: of how many of its last steps the rollouts are kept, for the pairs of the stage after it.

@@ -6,6 +6,7 @@ the question alone, in the same instruction.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
 from typing import ClassVar
 
 from stratified.config import setting, Settings
@@ -90,11 +91,14 @@ def guided(trajectory: Trajectory, settings: GuideSettings, **how) -> Trajectory
   return dataclasses.replace(trajectory, segments=(Segment(ids, "prompt"), *rest))
 
 
-def weights(trajectory: Trajectory, span: str, decode: Callable) -> tuple[float, ...]:
+def weights(
+  trajectory: Trajectory, span: str, decode: Callable, prefix: float = 1.0
+) -> tuple[float, ...]:
   """1 for each token that counts, else 0.
 
   span: "all" policy tokens; "think_search", those of turns that called a tool; "search", those of
     the calls' arguments alone.
+  prefix: the share of those, from the first on, that counts; rounded up.
   """
   turns, found = iter(trajectory.turns), []
   for segment in trajectory.segments:
@@ -110,6 +114,9 @@ def weights(trajectory: Trajectory, span: str, decode: Callable) -> tuple[float,
       found += [float(bool(calls))] * size
     else:
       found += _within(segment.token_ids, [call.argument for call in calls], decode)
+  counted = [i for i, weight in enumerate(found) if weight]
+  for i in counted[math.ceil(prefix * len(counted) - 1e-9) :]:
+    found[i] = 0.0
   return tuple(found)
 
 

@@ -28,17 +28,19 @@ def records(
       "hops": pair.reference.question.hops,
       "weights": weights_hash,
       "distance": dict(zip(("searches", "queries", "policy_tokens"), pair.distance)),
+      "right_share": pair.right_share,
       "reference": _rollout(pair.reference, pair.reference_reward, decode),
       "student": _rollout(pair.student, pair.student_reward, decode),
     }
+    | ({"contrast": _rollout(pair.contrast, None, decode)} if pair.contrast else {})
     for pair in pairs
   ]
 
 
-def _rollout(trajectory: Trajectory, reward: float, decode) -> dict[str, Any]:
+def _rollout(trajectory: Trajectory, reward: float | None, decode) -> dict[str, Any]:
   return {
     "sample": trajectory.sample,
-    "reward": float(reward),
+    "reward": None if reward is None else float(reward),
     "searches": trajectory.num_searches,
     "queries": queries(trajectory),
     "answer": trajectory.answer,
@@ -86,7 +88,10 @@ def _pair(row) -> Pair:
   )
   reference, student = (_trajectory(question, row[part]) for part in ("reference", "student"))
   rewards = float(row["reference"]["reward"]), float(row["student"]["reward"])
-  found = Pair(reference, student, *rewards, distance(reference, student))
+  contrast = _trajectory(question, row["contrast"]) if "contrast" in row else None
+  found = Pair(
+    reference, student, *rewards, distance(reference, student), float(row["right_share"]), contrast
+  )
   if found.distance != tuple(row["distance"].values()):
     raise ValueError(f"its distance is {found.distance}")
   return found

@@ -12,6 +12,10 @@ The fewest searches pull a policy towards answering from memory: `stratified` ta
 the highest share of right rollouts instead. `random_wrong` is a control: the reference is a wrong
 rollout and the student another wrong one, of questions with a right one too, so that the teacher
 gets a hint of the usual form that knows no answer.
+
+Neighbours choose otherwise: `shortest_correct` and `longest_wrong` are SSOPD's (arXiv 2605.17497),
+`every_correct` is rejection sampling's (each right rollout is a reference), and a pair may have a
+second wrong rollout, with which RLCSD (2606.11709) contrasts the reference.
 """
 
 from collections.abc import Sequence
@@ -28,8 +32,8 @@ Distance = tuple[int, float, int]
 
 # Why a question has no pair: no right rollout; a single valid one; with `fewest_searches_some` no
 # right one that searched; with `random_wrong` fewer than two wrong ones; every rollout lost; its
-# student over the share of those that broke the format.
-SKIPPED = ("all_wrong", "single", "no_search", "one_wrong", "lost", "invalid")
+# student over the share of those that broke the format; no wrong one left to contrast with.
+SKIPPED = ("all_wrong", "single", "no_search", "one_wrong", "lost", "invalid", "no_contrast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,9 @@ class PairSettings(Settings):
       "fewest_searches",
       "fewest_searches_some",
       "stratified",
+      "shortest_correct",
       "random_correct",
+      "every_correct",
       "random_wrong",
     ),
     affects=["training"],
@@ -52,8 +58,8 @@ class PairSettings(Settings):
   student: str = setting(
     "most_different",
     "the wrong rollout that is corrected: the one that differs most from the reference, or least, "
-    "or any",
-    choices=("most_different", "least_different", "random_wrong"),
+    "the longest, or any",
+    choices=("most_different", "least_different", "longest_wrong", "random_wrong"),
     affects=["training"],
   )
   correct_at: float = setting(
@@ -78,16 +84,37 @@ class PairSettings(Settings):
     choices=("fresh", "last_steps"),
     affects=["training"],
   )
+  contrast: float = setting(
+    0.0,
+    "how much of a wrong rollout's effect as a hint is taken off the reference's; 1 is RLCSD's",
+    low=0,
+    high=1,
+    affects=["training"],
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.contrast and self.reference == "random_wrong":
+      raise ValueError(
+        f"pairs.contrast={self.contrast} with pairs.reference='random_wrong' would contrast one "
+        "wrong rollout with another; choose a rule for right references, or contrast 0"
+      )
 
 
 class Pair(NamedTuple):
-  """Two rollouts of a question, their rewards and how they differ (`distance`)."""
+  """Two rollouts of a question, their rewards and how they differ (`distance`).
+
+  right_share: of the question's rollouts that were not lost, those that are right.
+  contrast: a wrong one beside the student, where a teacher is contrasted with it.
+  """
 
   reference: Trajectory
   student: Trajectory
   reference_reward: float
   student_reward: float
   distance: Distance
+  right_share: float = 0.5
+  contrast: Trajectory | None = None
 
 
 class Mined(NamedTuple):
@@ -98,10 +125,10 @@ class Mined(NamedTuple):
 
 
 class _Question(NamedTuple):
-  """What became of a group: a pair, or why there is none."""
+  """What became of a group: its pairs, or why there are none."""
 
   question: Question
-  pair: Pair | None
+  pairs: tuple[Pair, ...]
   skipped: str  # "", one of SKIPPED
   all_right: bool
   num_lost: int
@@ -114,7 +141,7 @@ def mine(
   *,
   seed: int,
 ) -> Mined:
-  """Makes at most one pair of each group.
+  """Makes at most one pair of each group, or with `every_correct` one of each right rollout.
 
   Pairs whose student is not well formed are dropped, drawn by seed and question, until they are at
   most `max_invalid_share` of all.
@@ -134,7 +161,7 @@ def mine(
   for hops in sorted({one.question.hops for one in found} - {None}):
     of_hops = _stats([one for one in found if one.question.hops == hops])
     stats |= {f"{key}_hops_{hops}": value for key, value in of_hops.items()}
-  return Mined([one.pair for one in found if one.pair], stats)
+  return Mined([pair for one in found for pair in one.pairs], stats)
 
 
 def _check(group, reward_k):
@@ -156,28 +183,45 @@ def _mine_one(group, reward_k, settings: PairSettings, seed: int) -> _Question:
   )
   valid, reward_of = [one for one, _ in ranked], {one.sample: reward for one, reward in ranked}
   right = [one for one in valid if reward_of[one.sample] >= settings.correct_at]
-  result = lambda pair, skipped: _Question(
-    question, pair, skipped, 0 < len(right) == len(valid), len(group) - len(valid)
+  result = lambda pairs, skipped: _Question(
+    question, tuple(pairs), skipped, 0 < len(right) == len(valid), len(group) - len(valid)
   )
   if not right:
-    return result(None, "all_wrong" if valid else "lost")
+    return result([], "all_wrong" if valid else "lost")
   wrong = [one for one in valid if reward_of[one.sample] < settings.correct_at]
   if len(valid) == 1:
-    return result(None, "single")
-  if settings.reference == "random_wrong":
-    if len(wrong) < 2:
-      return result(None, "one_wrong")
-    reference = wrong[_draw(seed, question.id, "reference") % len(wrong)]
+    return result([], "single")
+  if settings.reference == "random_wrong" and len(wrong) < 2:
+    return result([], "one_wrong")
+  if settings.contrast and len(wrong) < 2:
+    return result([], "no_contrast")
+  if settings.reference == "every_correct":
+    references = right
+  elif settings.reference == "random_wrong":
+    references = [wrong[_draw(seed, question.id, "reference") % len(wrong)]]
   else:
-    reference = _reference(valid, right, settings.reference, seed)
-  if reference is None:
-    return result(None, "no_search")
-  others, wrong = (
-    [one for one in some if one.sample != reference.sample] for some in (valid, wrong)
-  )
-  student = _student(wrong or others, reference, settings.student, seed)
-  rewards = reward_of[reference.sample], reward_of[student.sample]
-  return result(Pair(reference, student, *rewards, distance(reference, student)), "")
+    references = [_reference(valid, right, settings.reference, seed)]
+  if references == [None]:
+    return result([], "no_search")
+  share = len(right) / len(valid)
+  pairs = [_pair(one, valid, wrong, settings, seed) for one in references]
+  rewards = lambda pair: {
+    "reference_reward": reward_of[pair.reference.sample],
+    "student_reward": reward_of[pair.student.sample],
+  }
+  return result([pair._replace(right_share=share, **rewards(pair)) for pair in pairs], "")
+
+
+def _pair(reference, valid, wrong, settings: PairSettings, seed: int) -> Pair:
+  """The reference with its student and what it is contrasted with; without their rewards."""
+  besides = lambda some, one: [other for other in some if other.sample != one.sample]
+  pool = besides(wrong, reference) or besides(valid, reference)
+  student = _student(pool, reference, settings.student, seed)
+  contrast = None
+  if settings.contrast:
+    rest = besides(wrong, student)
+    contrast = rest[_draw(seed, reference.question.id, "contrast") % len(rest)]
+  return Pair(reference, student, 0.0, 0.0, distance(reference, student), contrast=contrast)
 
 
 def _reference(valid, right, rule: str, seed: int) -> Trajectory | None:
@@ -188,6 +232,8 @@ def _reference(valid, right, rule: str, seed: int) -> Trajectory | None:
     searches = best_stratum(valid, right)
     of_stratum = [one for one in right if one.num_searches == searches]
     return min(of_stratum, key=lambda one: one.num_policy_tokens)
+  if rule == "shortest_correct":
+    return min(right, key=lambda one: one.num_policy_tokens)
   if rule == "fewest_searches_some":
     right = [one for one in right if one.num_searches]
   return min(right, key=lambda one: one.num_searches, default=None)
@@ -208,6 +254,8 @@ def best_stratum(valid: Sequence[Trajectory], right: Sequence[Trajectory]) -> in
 def _student(pool, reference, rule: str, seed: int) -> Trajectory:
   if rule == "random_wrong":
     return pool[_draw(seed, reference.question.id, "student") % len(pool)]
+  if rule == "longest_wrong":
+    return max(pool, key=lambda one: one.num_policy_tokens)
   choose = {"most_different": max, "least_different": min}[rule]
   return choose(pool, key=lambda one: distance(reference, one))
 
@@ -245,26 +293,29 @@ def _draw(seed: int, question: str, what: str) -> int:
 
 def _cap_invalid(found: list[_Question], most: float, seed: int) -> list[_Question]:
   """Drops pairs whose student is not well formed, so that they are at most the share `most`."""
-  pairs = [one for one in found if one.pair]
-  invalid = [one for one in pairs if not well_formed(one.pair.student)]
+  pairs = [pair for one in found for pair in one.pairs]
+  invalid = [pair for pair in pairs if not well_formed(pair.student)]
   valid = len(pairs) - len(invalid)
   allowed = len(invalid) if most == 1 else math.floor(valid * most / (1 - most) + 1e-9)
-  order = sorted(invalid, key=lambda one: _draw(seed, one.question.id, "invalid"))
-  dropped = {id(one) for one in order[allowed:]}
-  return [
-    one._replace(pair=None, skipped="invalid") if id(one) in dropped else one for one in found
-  ]
+  order = sorted(invalid, key=lambda pair: _draw(seed, pair.reference.question.id, "invalid"))
+  dropped = {id(pair) for pair in order[allowed:]}
+  kept = []
+  for one in found:
+    left = tuple(pair for pair in one.pairs if id(pair) not in dropped)
+    kept.append(one if left or not one.pairs else one._replace(skipped="invalid"))
+    kept[-1] = kept[-1]._replace(pairs=left)
+  return kept
 
 
 def _stats(found: Sequence[_Question]) -> dict[str, float]:
   """`pairs/count`, shares of the questions and, where there are pairs, means over them."""
-  pairs = [one.pair for one in found if one.pair]
+  pairs = [pair for one in found for pair in one.pairs]
   share = lambda flags: sum(flags) / max(len(found), 1)
   stats = {
     "pairs/count": float(len(pairs)),
     "pairs/lost": float(sum(one.num_lost for one in found)),  # rollouts
     "pairs/all_right": share(one.all_right for one in found),
-    "pairs/skipped_share": share(one.pair is None for one in found),
+    "pairs/skipped_share": share(not one.pairs for one in found),
   }
   for reason in SKIPPED:
     stats[f"pairs/skipped_{reason}"] = share(one.skipped == reason for one in found)

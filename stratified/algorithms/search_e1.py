@@ -14,10 +14,17 @@ A distillation step minimises, over the weighted policy tokens R of each pair,
 
 with D as policy/divergence.py has it. In place of it, `distillation.loss=imitation` trains on the
 reference itself: the same pairs, without a teacher.
+
+Neighbours by other settings of the same parts: SSOPD (2605.17497) by pairs, `distillation.prefix`
+and `distillation.weight`; RLCSD (2606.11709) by `pairs.contrast`, whose teacher's logits are those
+with the reference, less what a wrong rollout in its place changes.
 """
 
 import dataclasses
 from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
 
 from stratified.algorithms.base import Algorithm, Credit, Loss, Stage, Teacher, Trained
 from stratified.algorithms.grpo import Grpo
@@ -84,6 +91,20 @@ class DistillationSettings(Settings):
     "all",
     "the policy tokens that count: all, those of turns that search, or the queries alone",
     choices=("all", "think_search", "search"),
+    affects=TRAINING,
+  )
+  prefix: float = setting(
+    1.0,
+    "share of a rollout's tokens that count, from the first on",
+    above=0,
+    high=1,
+    affects=TRAINING,
+  )
+  weight: str = setting(
+    "equal",
+    "how much a pair counts in its batch: all alike, or mixed, 4 p (1 - p) with p the share of its "
+    "question's rollouts that are right",
+    choices=("equal", "mixed"),
     affects=TRAINING,
   )
   teacher: str = setting(
@@ -153,11 +174,12 @@ class SearchE1(Algorithm):
     """Reinforcement and distillation of each cycle in turn; either may have no step."""
     steps, found = self.alternation.reinforcement_steps(num_steps), []
     keeps = self._kept_steps(steps) if self.alternation.distillation_steps else 0
+    distillation = dataclasses.replace(self.distillation, kept_steps=keeps)
     for cycle in range(1, self.alternation.cycles + 1):
       if steps:
         found.append(self._reinforcement(steps, cycle, keeps))
       if self.alternation.distillation_steps:
-        found.append(self._distillation(cycle, keeps))
+        found.append(self._on_pairs(distillation, cycle))
     return tuple(found)
 
   def _kept_steps(self, steps: int) -> int:
@@ -187,22 +209,23 @@ class SearchE1(Algorithm):
       reference_of=earlier(1) if cycle > 1 and a.reference == "first" else None,
     )
 
-  def _distillation(self, cycle: int, kept_steps: int) -> Stage:
+  def _on_pairs(self, distillation: "Distillation", cycle: int) -> Stage:
     return Stage(
       f"distillation_{cycle}",
       "pairs",
       self.alternation.distillation_steps,
-      dataclasses.replace(self.distillation, kept_steps=kept_steps),
+      distillation,
       cycle=cycle,
-      trained=self.distillation.trained,
+      trained=distillation.trained,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Student(Trajectory):
-  """A rollout with the weight of each of its tokens in the distillation."""
+  """A rollout with the weight of each of its tokens in the distillation, and its own."""
 
   weights: tuple[float, ...] = ()
+  weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +245,7 @@ class Distillation(Algorithm):
     s = self.settings
     if s.loss == "imitation":
       return None
-    return Teacher(self.between, s.teacher, s.teacher_decay, s.row_length)
+    return Teacher(self.between, s.teacher, s.teacher_decay, s.row_length, self.pairs.contrast)
 
   @property
   def trained(self) -> Trained:
@@ -237,9 +260,18 @@ class Distillation(Algorithm):
   def streams(self, trajectory: Student, reward: float) -> dict[str, Any]:
     return {"distillation": trajectory.weights}
 
+  def weight_of(self, right_share: float) -> float:
+    """How much a pair counts, by the share of its question's rollouts that are right."""
+    return 4 * right_share * (1 - right_share) if self.settings.weight == "mixed" else 1.0
+
+  def arrays(self, groups, rewards) -> dict[str, np.ndarray]:
+    return {"weight": np.float32([[getattr(t, "weight", 0.0) for t in group] for group in groups])}
+
   def credit(self, batch, before, step) -> Credit:
-    """Gives every pair the same credit."""
-    return Credit(batch.valid_qk, {}, {})
+    """Gives each pair its weight, scaled so that they add up to the number of pairs."""
+    weight_qk = batch.array_qk["weight"] * batch.valid_qk
+    scale = batch.valid_qk.sum() / jnp.maximum(weight_qk.sum(), 1e-6)
+    return Credit(batch.valid_qk, {}, {}, {"distillation": weight_qk * scale})
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:
     """The divergence of each token, or -log p; averaged within a pair, then over pairs."""

@@ -11,6 +11,8 @@ from stratified.types import Trajectory
 
 Row = dict[str, Any]
 
+HELD_OUT = "held_out"  # the set that a run is measured by
+
 
 def score(trajectory: Trajectory, tools: Sequence[str] = ()) -> Row:
   """Scores one rollout: exact_match, f1, searches, calls, invalid, tokens, hops, fault.
@@ -104,7 +106,7 @@ def _standard_error(values: Sequence[float]) -> float | None:
   return math.sqrt(sum((value - mean) ** 2 for value in values)) / len(values)
 
 
-def metrics_row(scores: dict[str, dict[str, Any]], main: str = "held_out") -> dict[str, float]:
+def metrics_row(scores: dict[str, dict[str, Any]], main: str = HELD_OUT) -> dict[str, float]:
   """Makes the row of an evaluation.
 
   The main set has eval/exact_match, eval/exact_match_hops_H and the like, others

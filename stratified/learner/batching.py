@@ -122,12 +122,14 @@ def collate(
   parts: Sequence[Sequence[Sequence[float]]] | None = None,
   steps: Sequence[Sequence[Sequence[float]]] | None = None,
   prompts: Sequence[Sequence[Sequence[int]]] | None = None,
+  others: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> Batch:
   """Makes a Batch of NumPy arrays; `groups`, `rewards`, `strata` are [Q][K], all groups of size K.
 
   parts: [Q][K][P] the rewards' parts, for a method that reads them; zeros where not given.
   steps: [Q][K] the rewards of each rollout's turns, for a method that takes them.
   prompts: [Q][K] token ids that a teacher reads in place of a rollout's own prompt.
+  others: likewise the prompts with which it is contrasted (`Teacher.contrast`).
 
   A rollout with a fault takes no tokens and is masked in every statistic. Raises ValueError for a
   ragged group, a stratum id outside [0, num_strata), a reward that is not finite or too large for
@@ -153,10 +155,11 @@ def collate(
     for i, trajectory in enumerate(flat)
     if trajectory.fault is None
   }
-  if prompts is not None:
-    flat_prompts = [prompt for group in prompts for prompt in group]
+  taught = {"": prompts, "other_": others}
+  taught = {kind: sum(map(list, read), []) for kind, read in taught.items() if read is not None}
+  for kind, flat_prompts in taught.items():
     for i, fields in encoded.items():
-      fields["taught"], fields["moved"] = _after_prompt(flat[i], flat_prompts[i])
+      fields["taught", kind] = _after_prompt(flat[i], flat_prompts[i])
   rows, first_m = _pack(encoded, q, k, packing)
   names = ["token", "sampled", "logp", *(("stream", name) for name in algorithm.STREAMS)]
   fields = _fill(rows, encoded, packing, names)
@@ -179,7 +182,11 @@ def collate(
     reward_qk=given.astype(np.float32),
     stratum_qk=stratum,
     valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(q, k),
-    teacher_art=_fill_teacher(rows, encoded, packing) if prompts is not None else {},
+    teacher_art={
+      kind + name: array
+      for kind in taught
+      for name, array in _fill_teacher(rows, encoded, packing, kind).items()
+    },
   )
 
 
@@ -245,9 +252,12 @@ def _pack(encoded, questions: int, samples: int, packing: Packing):
   for m in range(packing.mini_batches):
     low, high = (n * questions // packing.mini_batches * samples for n in (m, m + 1))
     own = [i for i in encoded if low <= i < high]
-    kinds = ("token", "taught") if packing.teacher_length else ("token",)
-    lengths = [[len(encoded[i][kind]) for kind in kinds] for i in own]
-    capacity = (packing.length, packing.teacher_length)[: len(kinds)]
+    longest = lambda fields: max(len(x[0]) for name, x in fields.items() if name[0] == "taught")
+    lengths = [
+      [len(encoded[i]["token"]), *([longest(encoded[i])] if packing.teacher_length else [])]
+      for i in own
+    ]
+    capacity = (packing.length, packing.teacher_length)[: 1 + bool(packing.teacher_length)]
     bins = first_fit(lengths, capacity) if own else []
     packed = deal(bins, [each[-1] for each in lengths], packing)
     # An empty mini-batch keeps one empty micro-batch, whose gradient is zero.
@@ -281,7 +291,7 @@ def _fill(rows, encoded, packing: Packing, names: Sequence) -> dict[Any, np.ndar
   return {name: array.reshape(split) for name, array in (carried | places).items()}
 
 
-def _fill_teacher(rows, encoded, packing: Packing) -> dict[str, np.ndarray]:
+def _fill_teacher(rows, encoded, packing: Packing, kind: str) -> dict[str, np.ndarray]:
   """What the teacher reads: the same rollouts in the same rows, each after its other prompt."""
   count = packing.micro * packing.rows
   shape, read = (count, packing.length), (count, packing.teacher_length)
@@ -290,7 +300,7 @@ def _fill_teacher(rows, encoded, packing: Packing) -> dict[str, np.ndarray]:
   for row, items in enumerate(rows):
     start, begin = 0, 0
     for number, index in enumerate(items, 1):
-      own, taught, moved = (encoded[index][name] for name in ("token", "taught", "moved"))
+      own, (taught, moved) = encoded[index]["token"], encoded[index]["taught", kind]
       at = slice(begin, begin + len(taught))
       arrays["token"][row, at] = taught
       arrays["position"][row, at] = np.arange(len(taught))
@@ -335,6 +345,7 @@ LOST = Trajectory(Question("", "", ()), 0, (), stop="fault", fault="stands in fo
 def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, samples: int) -> Batch:
   """The shapes, dtypes and shardings of a step's batch, for compiling without one."""
   zeros = np.zeros((questions, samples))
+  contrasted = bool(packing.teacher_length and algorithm.teacher.contrast)
   small = dataclasses.replace(
     packing,
     micro=packing.mini_batches,
@@ -350,6 +361,7 @@ def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, sampl
     strata=zeros,
     num_strata=1,
     prompts=[[()] * samples] * questions if packing.teacher_length else None,
+    others=[[()] * samples] * questions if contrasted else None,
   )
   rows = (packing.micro, packing.rows)
   full = {
@@ -362,7 +374,7 @@ def abstract(mesh, packing: Packing, algorithm: Algorithm, questions: int, sampl
     for name, value in made._asdict().items()
   }
   for name, x in full["teacher_art"].items():
-    length = packing.length if name == "at" else packing.teacher_length
+    length = packing.length if name.removeprefix("other_") == "at" else packing.teacher_length
     full["teacher_art"][name] = jax.ShapeDtypeStruct((*rows, length), x.dtype)
   return jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),

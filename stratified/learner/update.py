@@ -167,15 +167,23 @@ def _compare(model, adapter, teacher, chunk, params, reference, micro, *, refere
   """Outputs with the divergence between the teacher's and the policy's next tokens alone.
 
   The teacher reads rows of its own; its hidden states are brought to where the policy's token
-  stands, so that both lie before the same next token.
+  stands, so that both lie before the same next token. Logits are linear in hidden states, so a
+  contrast of logits is one of hidden states.
   """
-  taught = micro.teacher_art
   own = lora.join(adapter, reference, params) if adapter else params
   theirs = jax.lax.stop_gradient(own if teacher.weights == "current" else reference)
-  x_teacher = decoder.hidden(model, theirs, taught["token"], taught["position"], taught["segment"])
-  before = jnp.maximum(log_probs.shifted(taught["at"], -1) - 1, 0)
-  x_teacher = sharding.take_in_rows(x_teacher, before)
-  x = decoder.hidden(model, own, micro.token_art, micro.position_art, micro.segment_art)
+  alone = micro.token_art, micro.position_art, micro.segment_art
+
+  def read(kind):
+    names = ("token", "position", "segment")
+    x = decoder.hidden(model, theirs, *(micro.teacher_art[kind + name] for name in names))
+    before = jnp.maximum(log_probs.shifted(micro.teacher_art[kind + "at"], -1) - 1, 0)
+    return sharding.take_in_rows(x, before)
+
+  x_teacher = read("")
+  if teacher.contrast:
+    x_teacher += teacher.contrast * (decoder.hidden(model, theirs, *alone) - read("other_"))
+  x = decoder.hidden(model, own, *alone)
   between = divergence.token_divergence(
     model, own, theirs, x, x_teacher, settings=teacher.settings, chunk=chunk
   )

@@ -50,7 +50,7 @@ class StageParts:
   def with_reference(self) -> bool:
     """Whether its state holds frozen weights: what the KL or a teacher reads, or adapters need."""
     teacher = self.stage.algorithm.teacher
-    if self.stage.source == "pairs":
+    if self.stage.source in ("pairs", "examples"):
       return bool(self.adapter) or bool(teacher and teacher.weights != "current")
     return not self.supervised
 
@@ -265,13 +265,22 @@ def algorithm(config, num_strata: int) -> Algorithm:
 
 
 def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[StageParts, ...]:
-  """Makes the parts of every stage: the warm start's, where there is one, and the method's own."""
+  """Makes the parts of every stage: the warm start's, where there is one, and the method's own.
+
+  Stages of one algorithm, as cycles have, share an update, which is compiled once.
+  """
   found = [warm_start(config, mesh, model)] if config.warm_start.num_steps else []
   repeat = read(update.UpdateSettings, config)
   shapes, first = packing(config, mesh, mini_batches=repeat.mini_batches), 0
   for stage in refusals.checked_stages(config, method):
-    if stage.source == "pairs":
+    kind = lambda one: (id(one.algorithm), one.source, one.trained)
+    alike = next((parts for parts in found if kind(parts.stage) == kind(stage)), None)
+    if alike:
+      found.append(dataclasses.replace(alike, stage=stage, first=first))
+    elif stage.source == "pairs":
       found.append(on_pairs(config, mesh, model, stage, first))
+    elif stage.source == "examples":
+      found.append(on_examples(config, mesh, model, stage, first))
     else:
       chain = optimizer(config, critic=stage.algorithm.critic)
       learn = update.make_update(
@@ -311,6 +320,24 @@ def on_pairs(config, mesh, model, stage: Stage, first: int) -> StageParts:
     host=host_parts(config),
   )
   return StageParts(stage, first, chain, shapes, learn, adapters)
+
+
+def on_examples(config, mesh, model, stage: Stage, first: int) -> StageParts:
+  """The parts of a supervised stage: one update a step, with the run's optimizer and adapters."""
+  asked = config.data.questions_per_step
+  if config.sft.targets == "demonstrations":
+    asked = config.warm_start.demonstrations_per_step
+  chain = optimizer(config)
+  learn = update.make_update(
+    mesh,
+    model,
+    chain,
+    stage.algorithm,
+    chunk=config.policy.logit_chunk or None,
+    adapter=adapter(config),
+    host=host_parts(config),
+  )
+  return StageParts(stage, first, chain, packing(config, mesh, asked), learn, adapter(config))
 
 
 def warm_start(config, mesh, model) -> StageParts:

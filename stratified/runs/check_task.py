@@ -20,12 +20,17 @@ def check(config, task: base.Task) -> None:
     raise ValueError(
       f"warm_start.num_steps={config.warm_start.num_steps} must be 0: {name} has no demonstrations"
     )
+  imitates = config.algorithm.name == "sft" and config.sft.targets == "demonstrations"
+  if imitates and task.demonstrations is None:
+    raise ValueError(
+      f"sft.targets='demonstrations': {name} has none; set --config.sft.targets=answers"
+    )
   tools.check(task.tools, name)
   for ask, wrong in (
     (lambda: task.questions_at(0), wrong_questions),
     (lambda: task.held_out(config.eval.questions), wrong_sets),
     (lambda: task.demonstrations(0), wrong_demonstrations),
-  )[: 3 if config.warm_start.num_steps else 2]:
+  )[: 3 if config.warm_start.num_steps or imitates else 2]:
     try:
       given = ask()
     except (ValueError, OSError):

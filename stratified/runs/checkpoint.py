@@ -25,6 +25,9 @@ class CheckpointSettings(Settings):
 
   SECTION = "checkpoint"
   every: int = setting(10, "steps between two checkpoints", low=1, affects=[])
+  keep_best: bool = setting(
+    True, "keeps the one that was best on held-out questions, besides the newest two", affects=[]
+  )
 
 
 def abstract(tree: Any) -> Any:
@@ -45,7 +48,7 @@ class Checkpointer:
   Args:
     workdir: the run's folder.
     every: steps between two checkpoints.
-    keep: how many of the newest stay.
+    keep: how many of the newest stay; the best stays besides (see `save`).
   """
 
   def __init__(self, workdir: str | os.PathLike, every: int, keep: int = 2):
@@ -54,32 +57,57 @@ class Checkpointer:
     absl_logging.get_absl_logger().addFilter(_worth_hearing)
     self._every = every
     self._path = pathlib.Path(workdir).absolute() / "checkpoints"
+    self._best: int | None = None
+    newest = ocp.checkpoint_managers.LatestN(n=keep)
     self._manager = ocp.CheckpointManager(
       self._path,
       item_handlers=ocp.StandardCheckpointHandler(),
-      options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy([newest, self]),
+        cleanup_tmp_directories=True,
+      ),
     )
 
   @property
   def latest_step(self) -> int | None:
     return self._manager.latest_step()
 
+  @property
+  def steps(self) -> list[int]:
+    """Those that have a checkpoint."""
+    return list(self._manager.all_steps())
+
+  def scores(self, step: int) -> list[tuple[int, float]]:
+    """The held-out scores that `save` was given with that step."""
+    known = self._manager.metadata(step).custom_metadata or {}
+    return [(int(at), score) for at, score in known.get(_SCORES, [])]
+
+  def should_preserve(self, checkpoints, *, context) -> list[bool]:
+    """Tells Orbax which checkpoints stay, the newest apart."""
+    return [checkpoint.step == self._best for checkpoint in checkpoints]
+
   def due(self, step: int) -> bool:
     """Whether `save` would save that step unforced; otherwise nothing need be prepared for it."""
     return step % self._every == 0
 
-  def save(self, step: int, state: Any, *, force: bool = False) -> bool:
+  def save(self, step: int, state: Any, *, force: bool = False, scores=(), best=None) -> bool:
     """Saves `state` under `step` if that is a multiple of `every`, or forced; says whether it did.
 
     A step that is there already is not saved again, so a run may force its last step unasked.
+
+    Args:
+      scores: (step, held-out score) so far, kept with the state.
+      best: the step, this one or an earlier, whose checkpoint stays besides the newest. The one
+        that was best before goes once this save is whole.
     """
     if not (self.due(step) or force) or step == self.latest_step:
       return False
+    self._best = best
     return self._manager.save(
       step,
       args=ocp.args.StandardSave(state),
       force=True,
-      custom_metadata={_DIGESTS: _digests(state)},
+      custom_metadata={_DIGESTS: _digests(state), _SCORES: list(scores), _BEST: best},
     )
 
   def restore_latest(self, abstract_state: Any) -> tuple[Any, int] | None:
@@ -142,9 +170,12 @@ class Checkpointer:
     if refused:
       self._manager.reload()
 
-  def close(self) -> None:
+  def wait(self) -> None:
     """Waits until the last checkpoint is whole."""
     self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    self.wait()
     self._manager.close()
 
   def __enter__(self) -> "Checkpointer":
@@ -162,7 +193,7 @@ class Foreign(ValueError):
   """A checkpoint of other arrays than those asked for; the sentence names them."""
 
 
-_DIGESTS = "digests"
+_DIGESTS, _SCORES, _BEST = "digests", "scores", "best"
 # in what TensorStore raises: the machine's state, not the files'
 _NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "Too many open files", "Permission denied")
 
@@ -226,6 +257,34 @@ def restore_part(
       )
     return found, one
   raise refused
+
+
+def best_step(workdir: str | os.PathLike) -> int | None:
+  """The step that was best on held-out questions, by what the newest checkpoint says.
+
+  None where there is no checkpoint, none of them was scored, or the best was not kept.
+  """
+  path = pathlib.Path(workdir).absolute() / "checkpoints"
+  steps = ocp.utils.checkpoint_steps(path) if path.is_dir() else []
+  if not steps:
+    return None
+  newest = path / str(max(steps))
+  with _reading(newest, "name a step, or remove that folder"), ocp.StandardCheckpointer() as reader:
+    found = (reader.metadata(newest).custom_metadata or {}).get(_BEST)
+  return found if found in steps else None
+
+
+def step_of(workdir: str | os.PathLike, named: int | str | None) -> int | None:
+  """The step that "best" names, any other as it is; ValueError where no best one is kept."""
+  if named != "best":
+    return named
+  found = best_step(workdir)
+  if found is None:
+    raise ValueError(
+      f"{workdir} keeps no checkpoint that is known as the best on held-out questions: none was "
+      "scored yet, or checkpoint.keep_best is False; leave --step out for the newest, or name one"
+    )
+  return found
 
 
 def _read_part(path: pathlib.Path, part: dict[str, Any]) -> dict[str, Any]:

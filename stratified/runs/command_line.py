@@ -59,6 +59,18 @@ def define_choice(name: str, bare: str, choices: Sequence[str], meaning: str) ->
   return flags.DEFINE_flag(flag)
 
 
+def define_step(meaning: str) -> flags.FlagHolder:
+  """Defines --step, a checkpoint of a run: its step, or `best`; None without."""
+
+  class Parser(flags.ArgumentParser):
+    def parse(self, argument: str) -> int | str:
+      if argument != "best" and not re.fullmatch(r"\d{1,9}", argument):
+        raise ValueError("give a step of the run, or best")
+      return argument if argument == "best" else int(argument)
+
+  return flags.DEFINE(Parser(), "step", None, meaning)
+
+
 def parse(argv: Sequence[str], words: bool = False) -> list[str]:
   """Sets the flags; exits with status 2 and one sentence where they make no sense."""
   program = pathlib.Path(argv[0]).name

@@ -1,5 +1,6 @@
 """Evaluates held-out questions before training's first step, on the way, and after its last."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import json
@@ -11,6 +12,9 @@ from stratified.evaluation import score as scoring
 from stratified.learner import processes
 from stratified.runs import rollouts
 from stratified.tasks.base import Task
+
+# (step, scores by set) -> what else the row says, see convergence.StageScores.add.
+Watch = Callable[[int, dict], dict]
 
 
 def evaluate(
@@ -48,7 +52,9 @@ def due(config, parts, step: int) -> bool:
   return last or bool(config.eval.every) and step % config.eval.every == 0
 
 
-def evaluate_start(config, params, task, sampler, writer, workdir: pathlib.Path) -> None:
+def evaluate_start(
+  config, params, task, sampler, writer, workdir: pathlib.Path, watch: Watch
+) -> None:
   """Evaluates the first policy: by its own choice, and made to search 0, 1, 2, ... times."""
   scores = evaluate(params, task, sampler, count=config.eval.questions)
   parts = {"warm_start": {"sets": scores}}
@@ -56,19 +62,21 @@ def evaluate_start(config, params, task, sampler, writer, workdir: pathlib.Path)
     parts["warm_start_forced"] = {
       str(n): {
         "sets": evaluate(
-          params, task, sampler, count=config.eval.questions, forced=n, only="held_out"
+          params, task, sampler, count=config.eval.questions, forced=n, only=scoring.HELD_OUT
         )
       }
       for n in range(config.rollout.max_turns + 1)
     }
-  writer.write({"step": 0} | scoring.metrics_row(scores))
+  writer.write({"step": 0} | scoring.metrics_row(scores) | watch(0, scores))
   record(workdir, parts)
 
 
-def evaluate_at(config, params, task, sampler, writer, workdir: pathlib.Path, step: int) -> None:
+def evaluate_at(
+  config, params, task, sampler, writer, workdir: pathlib.Path, watch: Watch, step: int
+) -> None:
   """Evaluates the policy now; evaluation.json keeps the newest."""
   scores = evaluate(params, task, sampler, count=config.eval.questions)
-  writer.write({"step": step} | scoring.metrics_row(scores))
+  writer.write({"step": step} | scoring.metrics_row(scores) | watch(step, scores))
   record(workdir, {"step": step, "sets": scores})
 
 

@@ -32,7 +32,7 @@ from stratified.runs.surroundings import (
   update_row,
   writing,
 )
-from stratified.types import Batch, TrainState
+from stratified.types import Batch, TrainState, Trajectory
 
 # Beyond every step of training: rollouts for pairs draw with random keys of their own.
 FIRST_KEY = 500_000_000
@@ -97,22 +97,27 @@ class Pairs:
   def _batch(self, chosen: list[pairs.Pair]) -> Batch:
     """The pairs as a batch [n][1]; without any pair, of lost rollouts that change nothing."""
     count, teacher = self._parts.stage.trained.rollouts, self._algorithm.teacher
-    trained = [pair.student if teacher else pair.reference for pair in chosen]
-    groups = [[self._weighted(trajectory)] for trajectory in trained]
-    prompts = [[self._prompt(pair)] for pair in chosen]
-    if not chosen:
-      groups, prompts = [[batching.LOST]] * count, [[()]] * count
-    return unrewarded(groups, self._parts, prompts if teacher else None)
+    groups = [[self._weighted(pair)] for pair in chosen] or [[batching.LOST]] * count
+    if not teacher:
+      return unrewarded(groups, self._parts)
+    prompts = lambda hints: [[self._prompt(hint)] for hint in hints] or [[()]] * count
+    others = prompts([pair.contrast for pair in chosen]) if teacher.contrast else None
+    return unrewarded(groups, self._parts, prompts([pair.reference for pair in chosen]), others)
 
-  def _weighted(self, trajectory) -> Student:
-    decode = self._around.run.task.tokenizer.decode
-    weights = guide.weights(trajectory, self._algorithm.settings.span, decode)
-    fields = {name: getattr(trajectory, name) for name in trajectory.__dataclass_fields__}
-    return Student(**fields, weights=weights)
+  def _weighted(self, pair: pairs.Pair) -> Student:
+    """The rollout of the pair that is trained on."""
+    trained = pair.student if self._algorithm.teacher else pair.reference
+    decode, s = self._around.run.task.tokenizer.decode, self._algorithm.settings
+    fields = {name: getattr(trained, name) for name in trained.__dataclass_fields__}
+    return Student(
+      **fields,
+      weights=guide.weights(trained, s.span, decode, s.prefix),
+      weight=self._algorithm.weight_of(pair.right_share),
+    )
 
-  def _prompt(self, pair: pairs.Pair) -> tuple[int, ...]:
-    question, how = pair.student.question, writing(self._around.run.task)
-    return guide.prompt(question, pair.reference, self._algorithm.guide, **how)
+  def _prompt(self, hint: Trajectory) -> tuple[int, ...]:
+    how = writing(self._around.run.task)
+    return guide.prompt(hint.question, hint, self._algorithm.guide, **how)
 
   ###  Mining  ###
 

@@ -13,7 +13,7 @@ from stratified.policy import decoder, lora
 from stratified.policy.settings import check_platform, PolicySettings
 from stratified.retrieval import retrievers
 from stratified.rewards import steps as step_rewards
-from stratified.runs import samplers, settings
+from stratified.runs import convergence, samplers, settings
 from stratified.tasks import base, named, search_qa
 from stratified.tools.search import Search
 
@@ -29,6 +29,7 @@ def check_settings(config) -> None:
   check_rows(config)
   check_updates(config)
   check_likelihood(config)
+  convergence.check(config)
   base.limits(config)
   named.check(config)
   strata.check(config.strata.name)
@@ -107,7 +108,11 @@ def check_likelihood(config) -> None:
     )
 
 
-SOURCES = ("rollouts", "pairs")  # of a method's own stages; the warm start's are demonstrations
+SOURCES = (
+  "rollouts",
+  "pairs",
+  "examples",
+)  # of a method's own stages; the warm start's are demonstrations
 
 
 def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
@@ -154,6 +159,7 @@ def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:
       f"{name} has stages of {', '.join(map(str, steps))} steps; each needs one at least, and they "
       f"must add up to num_steps={config.num_steps}"
     )
+  convergence.check_kept(config, found)
   return tuple(found)
 
 
@@ -184,19 +190,21 @@ def check_protocol(config) -> None:
 
 def check_warm_start(config) -> None:
   steps = config.warm_start.num_steps
-  if not steps:
+  imitates = config.algorithm.name == "sft" and config.sft.targets == "demonstrations"
+  if not steps and not imitates:
     return
+  asked = f"warm_start.num_steps={steps}" if steps else "sft.targets='demonstrations'"
   if named.name_of(config) == "search_qa":
     raise ValueError(
-      f"warm_start.num_steps={steps} must be 0 with data.name='files': "
+      f"{asked} {'must be 0' if steps else 'has nothing to imitate'} with data.name='files': "
       "demonstrations are scripted for the generated tasks alone"
     )
   if _scripted(config):
     return
   if config.rollout.protocol != "short":
     raise ValueError(
-      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with warm_start.num_steps="
-      f"{steps}: the demonstrations are scripted in its tags; the methods of "
+      f"rollout.protocol={config.rollout.protocol!r} must be 'short' with {asked}: the "
+      "demonstrations are scripted in its tags; the methods of "
       "configs/baselines.py that learn nothing need a preset with weights, such as smollm2"
     )
 

@@ -23,6 +23,7 @@ from stratified.rewards import RewardSettings
 from stratified.rewards.steps import StepSettings
 from stratified.runs import workdir as workdirs
 from stratified.runs.checkpoint import CheckpointSettings
+from stratified.runs.convergence import ConvergenceSettings
 from stratified.runs.samplers import SamplerSettings
 from stratified.runs.writer import LoggingSettings
 from stratified.sampling.in_process import SamplerConfig
@@ -143,6 +144,7 @@ CLASSES = (
   MemorySettings,
   MeshSettings,
   EvalSettings,
+  ConvergenceSettings,
   CheckpointSettings,
   LoggingSettings,
 )

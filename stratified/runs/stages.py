@@ -17,7 +17,7 @@ from stratified.algorithms import guide
 from stratified.config import read
 from stratified.evaluation import score as scoring
 from stratified.learner import batching, processes
-from stratified.runs import build, held_out, pairs
+from stratified.runs import build, examples, held_out, pairs
 from stratified.runs.rollouts import Rollouts
 from stratified.runs.surroundings import (
   blame,
@@ -185,4 +185,9 @@ def sampled_tokens(row: dict) -> float:
   return row["rollout/policy_tokens"] + row.get("rollout/resampled_tokens", 0)
 
 
-SOURCES = {"demonstrations": Demonstrations, "rollouts": Reinforcement, "pairs": pairs.Pairs}
+SOURCES = {
+  "demonstrations": Demonstrations,
+  "rollouts": Reinforcement,
+  "pairs": pairs.Pairs,
+  "examples": examples.Examples,
+}

@@ -8,6 +8,7 @@ import numpy as np
 
 from stratified.learner import batching
 from stratified.runs import build, held_out
+from stratified.runs.convergence import StageScores
 from stratified.runs.stop import OutsideFailed, Stop
 from stratified.runs.writer import Writer
 from stratified.types import Batch
@@ -15,7 +16,10 @@ from stratified.types import Batch
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-  """What all stages of a run share: its parts, training's sampler and the judge's, the writer."""
+  """What all stages of a run share: its parts, training's sampler and the judge's, the writer.
+
+  scores: the held-out ones of the stage that is trained.
+  """
 
   run: build.Run
   workdir: Any
@@ -23,6 +27,7 @@ class Surroundings:
   judge: Any
   writer: Writer
   stop: Stop
+  scores: StageScores = dataclasses.field(default_factory=StageScores)
 
 
 @contextlib.contextmanager
@@ -54,8 +59,11 @@ def update_row(stats: dict, batch: Batch, seconds: float) -> dict[str, float]:
   }
 
 
-def unrewarded(groups, parts: build.StageParts, prompts=None) -> Batch:
-  """Makes a batch of rollouts [n][1] without rewards or strata; prompts: a teacher's own."""
+def unrewarded(groups, parts: build.StageParts, prompts=None, others=None) -> Batch:
+  """Makes a batch of rollouts [n][1] without rewards or strata.
+
+  prompts, others: a teacher's own, see `batching.collate`.
+  """
   zeros = np.zeros((len(groups), 1), np.int32)
   return batching.collate(
     groups,
@@ -65,6 +73,7 @@ def unrewarded(groups, parts: build.StageParts, prompts=None) -> Batch:
     strata=zeros,
     num_strata=1,
     prompts=prompts,
+    others=others,
   )
 
 
@@ -82,12 +91,16 @@ def writing(task) -> dict[str, Any]:
 def evaluate(around: Surroundings, policy, step: int) -> None:
   """Evaluates the policy after a step."""
   a = around
-  held_out.evaluate_at(a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir, step)
+  held_out.evaluate_at(
+    a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir, a.scores.add, step
+  )
 
 
 def evaluate_first(around: Surroundings, parts: build.StageParts, policy) -> bool:
   """Evaluates the policy that a run begins with; says whether so much was done that it is kept."""
   a = around
   if not parts.first:
-    held_out.evaluate_start(a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir)
+    held_out.evaluate_start(
+      a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir, a.scores.add
+    )
   return not parts.first

@@ -16,9 +16,10 @@ from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, samplers, stages
 from stratified.runs.checkpoint import Checkpointer, restore_part
+from stratified.runs.convergence import StageScores
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Stopped, Unusable
 from stratified.runs.surroundings import Surroundings
-from stratified.runs.weights import folder_of, of_stage, Weights
+from stratified.runs.weights import end_of, folder_of, of_stage, Weights
 from stratified.runs.writer import Writer
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.types import TrainState
@@ -29,17 +30,29 @@ MOST_SKIPPED = 3  # updates in a row without a finite loss or gradient before a 
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-  """A stage where it is trained: its parts, the forms of its state, its checkpoints in a folder."""
+  """A stage where it is trained: its parts, the forms of its state, its checkpoints in a folder.
+
+  keep_best: whether the checkpoint of its best held-out score stays.
+  """
 
   parts: build.StageParts
   folder: pathlib.Path
   weights: Weights
   saved: Checkpointer
+  scores: StageScores
+  keep_best: bool = False
 
   def save(self, step: int, state: TrainState, *, force: bool = False) -> None:
-    """Saves the state where a checkpoint is due or forced; frozen weights only cost a hash then."""
+    """Saves the state where a checkpoint is due, forced or the best so far.
+
+    Frozen weights only cost a hash then.
+    """
+    best = self.scores.best([*self.saved.steps, step]) if self.keep_best else None
+    force = force or best == step
     if force or self.saved.due(step):
-      self.saved.save(step, self.weights.at_rest(state), force=force)
+      self.saved.save(
+        step, self.weights.at_rest(state), force=force, scores=self.scores.scores, best=best
+      )
 
 
 def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
@@ -78,7 +91,8 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
       state = run_stage(seat, around, state, step, stop, fresh=fresh)
       if stop.asked:
         return
-      params, state = seat.weights.policy(state), None
+      if seat is not seats[-1]:
+        params, state = handed_on(seat, state), None
 
 
 @contextlib.contextmanager
@@ -86,8 +100,22 @@ def seat_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
   """Opens the seat of a stage."""
   weights, folder = of_stage(run, parts, workdir), folder_of(run, parts, workdir)
   every = EARLIER_EVERY if parts.supervised else run.config.checkpoint.every
+  keep_best = not parts.supervised and run.config.checkpoint.keep_best
+  scores = StageScores.of(run.config, parts, last=parts is run.last)
   with Checkpointer(folder, every) as saved:
-    yield Seat(parts, folder, weights, saved)
+    yield Seat(parts, folder, weights, saved, scores, keep_best)
+
+
+def handed_on(seat: Seat, state: TrainState):
+  """Takes from a stage at its end the policy that the next one begins with."""
+  if seat.scores.settings.goes_on == "last":
+    return seat.weights.policy(state)
+  seat.saved.wait()
+  params, step = seat.weights.restore_policy(
+    seat.folder, end_of(seat.weights.config, seat.parts, seat.folder)
+  )
+  say(f"going on with step {step} of {seat.parts.stage.name}, its best on held-out questions")
+  return params
 
 
 def begin(seat: Seat, seats: list[Seat], params) -> TrainState:
@@ -103,7 +131,8 @@ def ended(seats: list[Seat], name: str, part: str):
   """Reads a part of the state that an earlier stage ended with from its last checkpoint."""
   seat = next(seat for seat in seats if seat.parts.stage.name == name)
   whole = seat.weights.abstract()
-  found = restore_part(seat.folder, {part: getattr(whole, part)}, seat.parts.stage.num_steps)
+  step = end_of(seat.weights.config, seat.parts, seat.folder)
+  found = restore_part(seat.folder, {part: getattr(whole, part)}, step)
   if found is None:
     raise Unusable(
       f"{seat.folder} holds no checkpoint any more, of which a later stage needs the {part}; bring "
@@ -121,6 +150,7 @@ def newest(seats: list[Seat]) -> tuple[int, tuple[TrainState, int] | None]:
     except ValueError as error:  # it names what is damaged or differs, and the way out
       raise Unusable(f"{error}") from error
     if restored:
+      seat.scores.scores[:] = seat.saved.scores(restored[1])
       return number, restored
   return 0, None
 
@@ -130,6 +160,7 @@ def run_stage(
 ) -> TrainState:
   """Trains one stage from a step on, `fresh` where it only begins; returns the state at its end."""
   stage, weights, first = seat.parts.stage, seat.weights, seat.parts.first
+  around = dataclasses.replace(around, scores=seat.scores)
   if step:
     say(f"going on from step {step} of {stage.num_steps} ({stage.name})")
   with (
@@ -140,7 +171,7 @@ def run_stage(
   ):
     if fresh and source.start(state):
       seat.save(0, state, force=True)
-    while step < stage.num_steps and not stop.agreed():
+    while step < stage.num_steps and not seat.scores.ended and not stop.agreed():
       try:
         batch, row = source.take(first + step, state)
       except (RetrieverDown, SamplerError, OutsideFailed):
@@ -164,6 +195,8 @@ def run_stage(
           f"--config.{source.rate} in a new workdir usually helps"
         )
   seat.save(step, state, force=True)
+  if seat.scores.ended:
+    say(f"{stage.name} ended at step {step} of {stage.num_steps}: its held-out score rose no more")
   if stop.asked:
     where = f"step {step} of {stage.num_steps} ({stage.name})"
     say(f"stopped at {where} and saved; the same command goes on")

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 
 from stratified import sharding
+from stratified.config import read
 from stratified.learner import state as states
 from stratified.policy import decoder, lora
 from stratified.runs import build, checkpoint
+from stratified.runs.convergence import ConvergenceSettings
 from stratified.types import TrainState
 
 
@@ -166,10 +168,20 @@ def folder_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path) ->
   return workdir if parts is run.last else workdir / parts.stage.name
 
 
+def end_of(config, parts: build.StageParts, folder: pathlib.Path) -> int | None:
+  """The step of a finished stage that the next one goes on from; None is its newest."""
+  if parts.stage.source != "rollouts":
+    return parts.stage.num_steps
+  rule = read(ConvergenceSettings, config)
+  if rule.goes_on == "best":
+    return checkpoint.best_step(folder)
+  return None if rule.patience else parts.stage.num_steps
+
+
 def _at_end_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
   """(policy, folder) that a stage ended with; ValueError where its checkpoint is gone."""
   folder = folder_of(run, parts, workdir)
-  found = of_stage(run, parts, workdir).restore_policy(folder, parts.stage.num_steps)
+  found = of_stage(run, parts, workdir).restore_policy(folder, end_of(run.config, parts, folder))
   if found is None:
     raise ValueError(
       f"{folder} holds no checkpoint any more, and with it the frozen weights of these adapters "

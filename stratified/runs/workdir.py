@@ -73,8 +73,9 @@ class Run:
 
   @property
   def trained(self) -> bool:
-    """Whether the last planned step is trained."""
-    return self.planned is not None and self.last_step >= self.planned
+    """Whether the last planned step is trained, or the run ended at a plateau before."""
+    ended = any(row.get("run/ended") for row in self.rows)
+    return self.planned is not None and (ended or self.last_step >= self.planned)
 
   @property
   def finished(self) -> bool:
@@ -203,7 +204,7 @@ def problem(run: Run, step: int | None) -> str | None:
     )
   if run.planned is None:
     return f"{run.path} has no config.json that says its number of steps: in the curves only."
-  if run.last_step < run.planned:
+  if not run.trained:
     return f"{run.path} stands at step {run.last_step} of {run.planned}: in the curves only."
   if not run.finished:
     return f"{run.path} is not evaluated at its last step {run.last_step}: in the curves only."
