@@ -78,15 +78,15 @@ def _own_flags() -> Iterator[None]:
   """The flags of libraries alone, as a new process has them; afterwards those that were there."""
   tables = flags.FLAGS.__dict__
   held = {name: _copied(table) for name, table in tables.items()}
-  programs = [
-    flag.name
+  libraries = {
+    id(flag)
     for module, found in flags.FLAGS.flags_by_module_dict().items()
-    if module.startswith("experiments")
+    if not module.startswith("experiments")
     for flag in found
-  ]
-  overrides = [name for name in flags.FLAGS if name.startswith("config.")]
-  for name in {*programs, *overrides} & set(flags.FLAGS):
-    delattr(flags.FLAGS, name)
+  }
+  for name in list(flags.FLAGS):
+    if id(flags.FLAGS[name]) not in libraries or name.startswith("config."):
+      delattr(flags.FLAGS, name)
   flags.FLAGS.unparse_flags()
   try:
     yield
