@@ -1,6 +1,7 @@
 # make setup   builds .venv from requirements.txt; does nothing where that is done
 # make train   the same, then trains the tiny preset to its report, or goes on where it stopped
 # make test    the same with requirements-test.txt, then lints and runs the tests
+# make test-long  the tests that kill and restart for minutes, which make test leaves out
 # make lint    only checks form: lines of 100 columns, sorted imports, unused and undefined names
 # make smollm2 fetches SmolLM2-135M-Instruct for the preset of that name and for its tests
 # make minilm  fetches all-MiniLM-L6-v2, a small text encoder for dense retrieval, and for its tests
@@ -19,13 +20,14 @@ WORKDIR ?= runs/tiny
 ARGS ?=
 # Processes that the tests are dealt to, file by file.
 WORKERS ?= 2
+PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 
 # What was installed for which requirements, with exact versions. An installation cut short leaves no such file.
 DONE = .venv/installed-$(REQUIREMENTS)
 TEST_DONE = .venv/installed-requirements-test.txt
 
-.PHONY: setup train test lint smollm2 minilm sglang test-sglang
+.PHONY: setup train test test-long lint smollm2 minilm sglang test-sglang
 .DELETE_ON_ERROR:
 
 setup: $(DONE)
@@ -34,7 +36,10 @@ train: $(DONE)
 	.venv/bin/python experiments/train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: lint
-	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-long: $(TEST_DONE)
+	$(PYTEST) -m long $(ARGS)
 
 lint: $(TEST_DONE)
 	.venv/bin/ruff format --check .

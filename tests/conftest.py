@@ -1,12 +1,18 @@
 """Fixtures that several test files share, and in which order the files run."""
 
 import os
+import pathlib
 import sys
 import types
 
 import cpu_devices
 
-os.environ.setdefault("XLA_FLAGS", cpu_devices.COMPILE_QUICKLY)  # before anything imports jax
+# Before anything imports jax; processes that tests start have it too. What was compiled lies where
+# runs from this folder keep it.
+CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "jax"
+os.environ.setdefault("XLA_FLAGS", cpu_devices.COMPILE_QUICKLY)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 from absl import (
   flags,

@@ -1,6 +1,7 @@
 """Comparisons: how runs are found and grouped, their means and intervals; no missing piece breaks a
 page."""
 
+import functools
 import json
 import math
 import pathlib
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree
 
+import programs
 import pytest
 import scipy.stats
 from test_report import _Page
@@ -365,9 +367,7 @@ def test_a_sweep_over_one_number_is_drawn_in_shades_and_many_groups_stay_apart(t
 
 
 def test_the_command_writes_its_files_and_refuses_in_one_sentence(paper, tmp_path):
-  command = lambda *arguments: subprocess.run(
-    [sys.executable, "experiments/compare.py", *arguments], cwd=ROOT, capture_output=True, text=True
-  )
+  command = functools.partial(programs.run, "experiments/compare.py")
   out = tmp_path / "out" / "here"
   done = command(f"--out={out}", f"GRPO={paper}/gn-*", f"SAN={paper}/san-*", "--reference=GRPO")
   assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import typing
 
+import programs
 import pytest
 from test_train import config as smallest
 
@@ -421,8 +422,20 @@ def test_the_page_says_what_differs_from_the_default():
 
 
 def start(program, *flags):
-  command = [sys.executable, f"experiments/{program}.py", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  return programs.run(f"experiments/{program}.py", *flags)
+
+
+@pytest.mark.parametrize("flags, status", [(["--wrokdir=x"], 2), (["--config.strata.cap=0"], 1)])
+def test_a_process_of_its_own_says_and_ends_the_same(flags, status, tmp_path):
+  flags = [*flags, f"--workdir={tmp_path / 'run'}"]
+  command = [sys.executable, "experiments/train.py", *flags]
+  done, here = (
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True),
+    start("train", *flags),
+  )
+  assert done.returncode == here.returncode == status
+  assert done.stderr.splitlines()[-1:] == here.stderr.splitlines()[-1:] != []
+  assert done.stdout == here.stdout
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import time
 import types
 
 import cpu_devices
+import programs
 import pytest
 from test_loop import Completion, Tokenizer
 
@@ -415,7 +416,7 @@ def command(workdir, *more, **changes):
 
 
 def call(*arguments, **changes):
-  return subprocess.run(command(*arguments, **changes), cwd=ROOT, capture_output=True, text=True)
+  return programs.run(*command(*arguments, **changes)[1:])
 
 
 def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_path):

@@ -1,13 +1,12 @@
 """The files of examples/ through experiments/train.py, on the smallest sizes."""
 
 import json
-import os
 import pathlib
-import subprocess
 import sys
 
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,20 +44,8 @@ SMALL = {
 
 def train(workdir: pathlib.Path, **changes):
   flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
-  environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}"}
-  return subprocess.run(
-    [
-      sys.executable,
-      "experiments/train.py",
-      "--config=configs/search_r1.py:tiny",
-      f"--workdir={workdir}",
-      *flags,
-    ],
-    cwd=ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-  )
+  config = "--config=configs/search_r1.py:tiny"
+  return programs.run("experiments/train.py", config, f"--workdir={workdir}", *flags)
 
 
 def trained(workdir: pathlib.Path, **changes):

@@ -3,12 +3,11 @@ nothing else is touched."""
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import safetensors.numpy
 import small_models
@@ -25,7 +24,6 @@ from stratified.runs import build, checkpoint, claim, settings
 from stratified.runs.weights import of_stage
 from stratified.tasks.encyclopedia import vocabulary
 
-ROOT = pathlib.Path(__file__).parents[1]
 TINY = {
   "policy.width": 16,
   "policy.num_layers": 2,
@@ -423,18 +421,13 @@ def test_what_can_not_be_exported_is_refused_in_words(trained, tmp_path, options
 
 
 def test_the_command_writes_and_refuses_in_one_line(trained, tmp_path):
-  command = [
-    sys.executable,
-    "experiments/export.py",
-    f"--workdir={trained[0]}",
-    f"--output={tmp_path / 'out'}",
-  ]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  flags = [f"--workdir={trained[0]}", f"--output={tmp_path / 'out'}"]
+  done = programs.run("experiments/export.py", *flags)
   assert (done.returncode, done.stdout) == (
     0,
     f"{tmp_path / 'out'} holds the policy of step 5\n",
   ), done.stderr[-2000:]
-  done = subprocess.run([*command, "--step=4"], cwd=ROOT, capture_output=True, text=True)
+  done = programs.run("experiments/export.py", *flags, "--step=4")
   assert done.returncode == 1 and done.stderr.strip().endswith(
     "has no checkpoint of step 4; it has 2, 5"
   )

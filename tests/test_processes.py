@@ -8,6 +8,7 @@ import subprocess
 import time
 
 import cpu_devices
+import programs
 import pytest
 from small_rollouts import random_groups, trajectory
 from test_train import command, ROOT, rows, SETTINGS
@@ -69,6 +70,7 @@ def alone(tmp_path_factory):
   return folder / "run"
 
 
+@pytest.mark.long
 def test_a_killed_process_ends_the_other_and_one_process_goes_on_to_the_result_of_one_alone(
   alone, tmp_path
 ):
@@ -145,8 +147,6 @@ def test_one_process_takes_all_and_exchanges_nothing():
   ],
 )
 def test_a_process_that_cannot_join_is_refused_in_words(flags, sentence, tmp_path):
-  done = subprocess.run(
-    command(tmp_path / "run") + flags, cwd=ROOT, env=environment(1), capture_output=True, text=True
-  )
+  done = programs.run(*command(tmp_path / "run")[1:], *flags)
   assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
   assert not (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import programs
 import pytest
 from test_train import rows, rows_so_far, SETTINGS, without_times
 
@@ -88,7 +89,7 @@ def command(workdir, url, **changes):
 
 
 def run(workdir, url, **changes):
-  return subprocess.run(command(workdir, url, **changes), cwd=ROOT, capture_output=True, text=True)
+  return programs.run(*command(workdir, url, **changes)[1:])
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,7 @@ def until(holds, patience=120):
     time.sleep(0.005)
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, corpus, tmp_path):
   """Killed and restarted: the run waits. Killed for good: it stops in one sentence; the same
   command goes on."""

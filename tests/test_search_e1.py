@@ -249,6 +249,7 @@ def test_what_a_teacher_is_reaches_the_step(field, monkeypatch):
     seen.append((settings, args[3].shape[1]))
     raise Traced
 
+  build.shared_update.cache_clear()  # an update that was traced before would not be traced again
   monkeypatch.setattr(update.divergence, "token_divergence", spy)
   monkeypatch.setattr(update, "_follow", lambda teacher, state: seen.append(teacher) or state)
   config = config_of(**{field: CHANGES[field]})

@@ -76,11 +76,21 @@ def test_pairs_stand_in_a_file_to_read_with_the_weights_that_made_them(whole):
       assert pair["question"] in pair["reference"]["segments"][0]["text"]
 
 
-def test_kills_in_every_phase_and_at_its_borders_change_nothing(whole, tmp_path):
-  """Two rows of the warm start, one of the first policy; then two steps a phase and its score."""
+# Two rows of the warm start, one of the first policy; then two steps a phase and its score.
+@pytest.mark.parametrize(
+  "counts",
+  [
+    pytest.param((7,), id="within a distillation"),
+    pytest.param(
+      (5, 10, 12),
+      id="after a phase's last step, in the next cycle, before its pairs",
+      marks=pytest.mark.long,
+    ),
+  ],
+)
+def test_kills_in_every_phase_and_at_its_borders_change_nothing(whole, tmp_path, counts):
   workdir = tmp_path / "stopped"
-  # After the last step of a phase, within a distillation, in the next cycle, before its pairs.
-  for count in (5, 7, 10, 12):
+  for count in counts:
     status, log = test_train.interrupt(
       workdir, signal.SIGKILL, lambda rows, count=count: rows >= count, **SETTINGS
     )

@@ -442,7 +442,6 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   left out."""
   from test_train import config as smallest
 
-  from stratified.learner import update
   from stratified.retrieval import retrievers
   from stratified.runs import build, settings, trainer
   from stratified.runs.surroundings import Surroundings
@@ -457,7 +456,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
     steps.append(batch)
     return state, {"warm_start/loss": 1.0, "grad/norm": 1.0}
 
-  monkeypatch.setattr(update, "make_update", lambda *args, **kwargs: learn)
+  monkeypatch.setattr(build, "update_of", lambda *args, **kwargs: learn)
   # The warm start searches in practice encyclopedias; the run's own retriever is not its concern.
   open_retriever = retrievers.open_retriever
   monkeypatch.setattr(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import programs
 import pytest
 
 from configs import search_r1
@@ -70,7 +71,7 @@ def command(workdir, preset="configs/search_r1.py:tiny", **changes):
 
 
 def run(workdir, **changes):
-  return subprocess.run(command(workdir, **changes), cwd=ROOT, capture_output=True, text=True)
+  return programs.run(*command(workdir, **changes)[1:])
 
 
 def config(preset="tiny", **changes):
@@ -166,6 +167,13 @@ def interrupt(workdir, number, when, patience=900, **changes):
     finally:
       if process.poll() is None:
         process.kill()
+
+
+def asked_to_stop(workdir, after, **changes):
+  """The run, sent SIGTERM once that many rows are written, in this process."""
+  return programs.asked_to_stop(
+    lambda: rows_so_far(workdir) >= after, *command(workdir, **changes)[1:]
+  )
 
 
 def rows_so_far(workdir):
@@ -365,10 +373,12 @@ def test_a_method_of_two_stages_runs_and_resumes_in_the_second(tmp_path):
   assert (tmp_path / "whole" / "held" / "checkpoints" / "2").exists()
   # Two rows of the warm start, the first evaluation, two steps and their evaluation, a step of the
   # second stage.
-  status, log = interrupt(tmp_path / "stopped", signal.SIGKILL, lambda count: count >= 7, **method)
-  assert status == -signal.SIGKILL, log[-2000:]
+  done = asked_to_stop(tmp_path / "stopped", 7, **method)
+  assert done.returncode == 0 and "stopped at step 1 of 2 (free) and saved" in done.stdout
   done = run(tmp_path / "stopped", **method)
-  assert done.returncode == 0, done.stderr[-3000:]
+  assert done.returncode == 0 and "going on from step 1 of 2 (free)" in done.stdout, done.stderr[
+    -3000:
+  ]
   assert without_times(rows(tmp_path / "stopped")) == without_times(rows(tmp_path / "whole"))
 
 

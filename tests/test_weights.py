@@ -2,7 +2,6 @@
 comes out of it."""
 
 import shutil
-import signal
 
 import jax
 import numpy as np
@@ -85,8 +84,8 @@ def test_a_run_stopped_half_way_goes_on_bit_for_bit(whole, tmp_path):
   workdir = tmp_path / "stopped"
   # A row of the warm start each, the evaluation at step 0, then a row a step: the second row of
   # training is the fifth.
-  status, log = test_train.interrupt(workdir, signal.SIGTERM, lambda count: count >= 5, **LORA)
-  assert status == 0 and "saved; the same command goes on" in log, log[-3000:]
+  done = test_train.asked_to_stop(workdir, 5, **LORA)
+  assert done.returncode == 0 and "saved; the same command goes on" in done.stdout, done.stderr
   done = test_train.run(workdir, **LORA)
   assert done.returncode == 0 and "going on from step" in done.stdout, done.stderr[-3000:]
   assert test_train.without_times(test_train.rows(workdir)) == test_train.without_times(

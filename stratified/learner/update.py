@@ -208,6 +208,7 @@ def _of_next(head_rtn):
 def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
   """Outputs [A, R, T] of the state's parameters on all micro-batches, zeros where nothing lies."""
 
+  @jax.jit  # traced once
   def outputs(i):
     return forward(states.trained(state), state.reference, _micro_batch(batch, None, {}, i)[0])
 
@@ -222,8 +223,8 @@ def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:
       jnp.zeros((micros, *x.shape), x.dtype), None, "row", *[None] * (x.ndim - 1)
     )
 
-  empty = jax.tree.map(zeros, jax.eval_shape(outputs, 0))
-  return jax.lax.fori_loop(0, batch.first_m[-1], fill, empty)
+  empty = jax.tree.map(zeros, jax.eval_shape(outputs, jnp.int32(0)))
+  return jax.lax.fori_loop(jnp.int32(0), batch.first_m[-1], fill, empty)
 
 
 def _micro_batch(batch: Batch, before: Outputs | None, credit: dict[str, Any], i):
@@ -308,6 +309,7 @@ def _accumulate(loss_of: Callable, trained, rows_at: Callable, first, last):
   """(gradient, loss, means, maxima) over the micro-batches from `first` to before `last`."""
   gradient_of = jax.value_and_grad(loss_of, has_aux=True)
 
+  @jax.jit  # traced once
   def micro(i):
     (loss, (sums, maxima)), gradient = gradient_of(trained, rows_at(i))
     return gradient, (loss, sums), maxima
@@ -317,9 +319,10 @@ def _accumulate(loss_of: Callable, trained, rows_at: Callable, first, last):
     add = lambda old, new: jax.tree.map(jnp.add, old, new)
     return add(carry[0], gradient), add(carry[1], sums), jax.tree.map(jnp.maximum, carry[2], maxima)
 
-  # The first micro-batch starts the sums: no zeros to make and add, and shardings come out as the
-  # gradient has them.
-  gradient, (loss, sums), maxima = jax.lax.fori_loop(first + 1, last, body, micro(first))
+  _, sums, maxima = jax.eval_shape(micro, jnp.int32(first))
+  full = lambda tree, value: jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), tree)
+  start = jax.tree.map(jnp.zeros_like, params), full(sums, 0.0), full(maxima, -jnp.inf)
+  gradient, (loss, sums), maxima = jax.lax.fori_loop(jnp.int32(first), last, body, start)
   means = {}
   for by_key in sums.values():
     mass = jnp.maximum(by_key.pop(""), 1.0)

@@ -206,7 +206,7 @@ def optimizer(config, *, warm_start: bool = False, critic: Critic | None = None)
   """
   o, w = config.optimizer, config.warm_start
   if warm_start:
-    return optimizers.make(
+    return shared_optimizer(
       name=w.optimizer,
       learning_rate=w.learning_rate,
       warmup_steps=max(1, w.num_steps // 20),
@@ -219,11 +219,31 @@ def optimizer(config, *, warm_start: bool = False, critic: Critic | None = None)
   settings = dataclasses.asdict(read(optimizers.OptimizerSettings, config))
   # A step of the config is a rollout batch; the schedule counts updates.
   updates = config.update.epochs * config.update.mini_batches
-  of_steps = lambda given: given | {"warmup_steps": updates * given.get("warmup_steps", 0)}
-  chain = optimizers.make(**of_steps(settings))
-  return (
-    optimizers.beside(chain, optimizers.make(**of_steps(critic.optimizer))) if critic else chain
+  of_steps = lambda given: (
+    given | {name: updates * given.get(name, 0) for name in ("warmup_steps", "decay_steps")}
   )
+  chain = shared_optimizer(**of_steps(settings))
+  return shared_beside(chain, shared_optimizer(**of_steps(critic.optimizer))) if critic else chain
+
+
+# Equal settings give the same object, so that an update is found again by what it was made of.
+shared_optimizer = functools.lru_cache(maxsize=16)(optimizers.make)
+shared_beside = functools.lru_cache(maxsize=4)(optimizers.beside)
+
+
+@functools.lru_cache(maxsize=16)
+def shared_update(*args, **options) -> update.OnMesh:
+  """The update of these parts: the stages of a run that have it in common trace it once."""
+  return update.make_update(*args, **options)
+
+
+def update_of(mesh, model, chain, method: Algorithm, **options) -> update.OnMesh:
+  """The update of a stage, shared where the method can be told from others."""
+  try:
+    hash(method)
+  except TypeError:  # one from outside, with a list or a dict among its settings
+    return update.make_update(mesh, model, chain, method, **options)
+  return shared_update(mesh, model, chain, method, **options)
 
 
 def partition(config, tools=None) -> strata.Partition:
@@ -283,7 +303,7 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
       found.append(on_examples(config, mesh, model, stage, first))
     else:
       chain = optimizer(config, critic=stage.algorithm.critic)
-      learn = update.make_update(
+      learn = update_of(
         mesh,
         model,
         chain,
@@ -303,14 +323,14 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
 
 def on_pairs(config, mesh, model, stage: Stage, first: int) -> StageParts:
   """The parts of a stage on pairs of rollouts: one update a step, an optimizer of its own."""
-  teacher, chain = stage.algorithm.teacher, optimizers.make(**stage.trained.optimizer)
+  teacher, chain = stage.algorithm.teacher, shared_optimizer(**stage.trained.optimizer)
   adapters = stage.trained.adapter and lora.LoraConfig(**stage.trained.adapter)
   refusals.check_teacher(config, model, adapters, teacher)
   read = teacher and (teacher.row_length or 2 * config.packing.row_length)
   shapes = dataclasses.replace(
     packing(config, mesh, stage.trained.rollouts), teacher_length=read or 0
   )
-  learn = update.make_update(
+  learn = update_of(
     mesh,
     model,
     chain,
@@ -345,9 +365,7 @@ def warm_start(config, mesh, model) -> StageParts:
   w = config.warm_start
   stage = Stage("warm_start", "demonstrations", w.num_steps, Supervised(w.context_weight))
   chain = optimizer(config, warm_start=True)
-  learn = update.make_update(
-    mesh, model, chain, stage.algorithm, chunk=config.policy.logit_chunk or None
-  )
+  learn = update_of(mesh, model, chain, stage.algorithm, chunk=config.policy.logit_chunk or None)
   return StageParts(stage, 0, chain, packing(config, mesh, w.demonstrations_per_step), learn)
 
 
@@ -372,6 +390,9 @@ def leave_devices() -> None:
 
 
 def enable_compilation_cache() -> None:
-  """Keeps compiled programs beside the project: a second run or a resumed one starts at once."""
+  """Keeps compiled programs beside the project: a second run or a resumed one starts at once.
+
+  The many small ones too: together they take as long as the largest.
+  """
   jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(".cache/jax").absolute()))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
