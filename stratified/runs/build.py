@@ -203,7 +203,8 @@ def optimizer(config, *, warm_start: bool = False):
     )
   settings = dataclasses.asdict(read(optimizers.OptimizerSettings, config))
   # A step of the config is a rollout batch; the schedule counts updates.
-  settings["warmup_steps"] *= config.update.epochs * config.update.mini_batches
+  for steps in ("warmup_steps", "decay_steps"):
+    settings[steps] *= config.update.epochs * config.update.mini_batches
   return optimizers.make(**settings)
 
 
