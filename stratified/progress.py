@@ -26,6 +26,8 @@ class Progress:
     done: units done before this process began (a resumed run); they do not count towards the rate.
     every_s: seconds between two lines where standard error is no terminal.
     active: False shows nothing (every process of a run but the first).
+    whole: (units done, seconds that one takes now) -> what to say of the work that this is a part
+      of.
     stream, clock: standard error and time.monotonic unless a test replaces them.
 
   Use as a context manager, or call `close`, which shows the final state.
@@ -41,7 +43,9 @@ class Progress:
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
     active: bool = True,
+    whole: Callable[[int, float], str] | None = None,
   ):
+    self._whole = whole
     self._total, self._what, self._done = total, what, done
     self._stream = open(os.devnull, "w") if not active else sys.stderr if stream is None else stream
     self._clock = clock
@@ -96,6 +100,7 @@ class Progress:
       parts.append(f"took {duration(now - self._start)}")
     elif rate > 0 and self._total is not None:
       parts.append(f"{duration((self._total - self._done) / rate)} left")
+      parts += [self._whole(self._done, 1 / rate)] * bool(self._whole)
     return "  ".join(parts + [self._note] * bool(self._note))
 
 

@@ -9,13 +9,17 @@ import numpy as np
 from stratified.learner import batching
 from stratified.runs import build, held_out
 from stratified.runs.stop import OutsideFailed, Stop
+from stratified.runs.timetable import Timetable
 from stratified.runs.writer import Writer
 from stratified.types import Batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-  """What all stages of a run share: its parts, training's sampler and the judge's, the writer."""
+  """What all stages of a run share: its parts, training's sampler and the judge's, the writer.
+
+  times: what is still to come, in seconds.
+  """
 
   run: build.Run
   workdir: Any
@@ -23,6 +27,7 @@ class Surroundings:
   judge: Any
   writer: Writer
   stop: Stop
+  times: Timetable
 
 
 @contextlib.contextmanager

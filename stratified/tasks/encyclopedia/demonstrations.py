@@ -73,6 +73,13 @@ class DemonstrationConfig(Settings):
     high=1000,
     affects=["warm_start"],
   )
+  few_facts: float = setting(
+    0.0,
+    "share of its steps whose practice pages state few facts, first one, then two and more",
+    low=0,
+    high=1,
+    affects=["warm_start"],
+  )
   plan: Literal["query", "think", "none"] = "query"
   guess: float = 0.25
   max_turns: int = 4

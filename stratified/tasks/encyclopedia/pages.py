@@ -25,6 +25,8 @@ class EncyclopediaConfig(Settings):
 
   The entities are rounded so that persons can be paired; 3 paraphrases add direct one-fact
   questions. held_out: share of chains that training never asks, from 0.01 to 0.9.
+  facts: facts of an entity, the same ones for all of a kind, drawn by the seed; 0 is all that its
+    kind has (3, of a person 4).
   """
 
   SECTION = "data"
@@ -40,6 +42,7 @@ class EncyclopediaConfig(Settings):
     48, "facts of common knowledge, which no page holds", low=1, high=len(common_knowledge.FACTS)
   )
   held_out: float = 0.1
+  facts: int = 0
 
   def __post_init__(self):
     super().__post_init__()
@@ -73,15 +76,24 @@ class Encyclopedia:
   def by_kind(self) -> dict[str, tuple[Entity, ...]]:
     return {kind: tuple(e for e in self.entities if e.kind == kind) for kind in language.KINDS}
 
+  @functools.cached_property
+  def relations_of(self) -> dict[str, tuple[language.Relation, ...]]:
+    """The relations that pages of each kind state, in the language's order."""
+    stated = {kind: of_kind[0].facts for kind, of_kind in self.by_kind.items()}
+    return {
+      kind: tuple(relation for relation in language.RELATIONS_OF[kind] if relation.name in facts)
+      for kind, facts in stated.items()
+    }
+
 
 def make(config: EncyclopediaConfig, seed: int) -> Encyclopedia:
   """Builds the encyclopedia of a seed, at least 0; the same arguments give the same pages."""
   rng = generator(seed, 0)
   kinds = [kind for kind, count in _counts(config.entities).items() for _ in range(count)]
   names = draw_names(kinds, config.near_duplicates, rng)
-  links = _links(kinds, rng)
+  links, stated = _links(kinds, rng), _stated(config.facts, seed)
   entities = tuple(
-    Entity(name, kind, {relation: names[target] for relation, target in link.items()})
+    Entity(name, kind, {to: names[target] for to, target in link.items() if to in stated[kind]})
     for name, kind, link in zip(names, kinds, links, strict=True)
   )
   pages = [
@@ -94,6 +106,22 @@ def make(config: EncyclopediaConfig, seed: int) -> Encyclopedia:
     title, text = _distractor(entities[about].name, places, persons, rng)
     pages.append(Passage(f"{seed}-d{i}", title, text))
   return Encyclopedia(config, seed, entities, tuple(pages))
+
+
+def _stated(facts: int, seed: int) -> dict[str, set[str]]:
+  """Draws which relations the pages of each kind state.
+
+  Where not all are, the two that lead back (a spouse's spouse, the capital of a capital's country)
+  are left out: a chain along them alone would end after a step.
+  """
+  rng, stated = generator(seed, 1), {}
+  for kind, relations in language.RELATIONS_OF.items():
+    names = [relation.name for relation in relations]
+    if facts:
+      names = [name for name in names if name not in ("spouse", "capital")]
+      names = [names[i] for i in rng.permutation(len(names))[:facts]]
+    stated[kind] = set(names)
+  return stated
 
 
 def _counts(entities: int) -> dict[str, int]:
@@ -154,7 +182,7 @@ def _page(entity: Entity, paraphrases: int, rng: np.random.Generator) -> str:
   """Writes one fact a sentence in random order; the first names the subject, later ones do not."""
   pronouns = language.PRONOUNS[entity.kind]
   pronoun = pronouns[rng.integers(len(pronouns))]
-  relations = language.RELATIONS_OF[entity.kind]
+  relations = [r for r in language.RELATIONS_OF[entity.kind] if r.name in entity.facts]
   sentences = []
   for position, i in enumerate(rng.permutation(len(relations))):
     template = relations[i].sentences[rng.integers(paraphrases)]

@@ -155,7 +155,7 @@ def _chains(encyclopedia: Encyclopedia, hops: int, rng: np.random.Generator) -> 
     kind, path = heads[0].kind, []
     head = heads[rng.integers(len(heads))]
     for _ in range(hops):
-      relations = language.RELATIONS_OF[kind]
+      relations = encyclopedia.relations_of[kind]
       relation = relations[rng.integers(len(relations))]
       path.append(relation.name)
       kind = relation.target

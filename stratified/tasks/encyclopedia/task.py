@@ -1,6 +1,7 @@
 """The generated encyclopedia as a task: questions of 0 to 3 hops, answered by its pages."""
 
 from collections.abc import Callable
+import dataclasses
 import functools
 
 from stratified import config as settings
@@ -66,6 +67,14 @@ def passages(config) -> tuple[Passage, ...]:
   return pages.make(settings.read(pages.EncyclopediaConfig, config), config.seed).passages
 
 
+FEWEST = (1, 2)  # facts on a page, each for as many steps, before pages state all
+
+
+def few_facts(step: int, steps: float) -> int:
+  """Facts that the practice pages of a step state, 0 where they state all."""
+  return FEWEST[int(len(FEWEST) * step / steps)] if step < steps else 0
+
+
 def _demonstrations(
   config, task: Task, made: pages.EncyclopediaConfig, topk: int
 ) -> Callable[[int], list[list[Trajectory]]]:
@@ -73,20 +82,24 @@ def _demonstrations(
 
   They are set in practice encyclopedias of their own, taken in turn. So the policy learns to
   search, read and copy, and has no page of the world that it is trained and tested in to learn by
-  heart. Common knowledge is the same everywhere.
+  heart. Common knowledge is the same everywhere. With `few_facts` the first of them have pages of a
+  single fact: what to copy is learnt before what to choose, and from shorter pages.
   """
 
+  script_config = generated.demonstration_config(config)
+
   @functools.cache
-  def practice(number: int):
-    book = pages.make(made, config.seed + generated.PRACTICE_SEED + number)
-    script = Demonstrator(
-      book, task.tokenizer, seed=config.seed, config=generated.demonstration_config(config)
+  def practice(number: int, facts: int):
+    book = pages.make(
+      dataclasses.replace(made, facts=facts), config.seed + generated.PRACTICE_SEED + number
     )
+    script = Demonstrator(book, task.tokenizer, seed=config.seed, config=script_config)
     return book, generated.searching(task.tools, book.passages, topk), script
 
   def play(step: int) -> list[list[Trajectory]]:
     w = config.warm_start
-    book, tools, script = practice(step % w.encyclopedias)
+    facts = few_facts(step, script_config.few_facts * w.num_steps)
+    book, tools, script = practice(step % w.encyclopedias, facts)
     asked = questions.training_questions(
       book,
       seed=config.seed,
