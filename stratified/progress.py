@@ -100,7 +100,8 @@ class Progress:
       parts.append(f"took {duration(now - self._start)}")
     elif rate > 0 and self._total is not None:
       parts.append(f"{duration((self._total - self._done) / rate)} left")
-      parts += [self._whole(self._done, 1 / rate)] * bool(self._whole)
+      if self._whole:
+        parts.append(self._whole(self._done, 1 / rate))
     return "  ".join(parts + [self._note] * bool(self._note))
 
 
