@@ -13,7 +13,7 @@ import time
 from typing import TextIO
 
 _BAR_WIDTH = 24
-# updates that the rate is measured over: slow first steps (compilation) are soon forgotten
+# updates that the rate is measured over
 _WINDOW = 50
 
 
@@ -56,6 +56,7 @@ class Progress:
     self._shown_at = self._start
     self._note = ""
     self._marks = deque([(self._start, done)], maxlen=_WINDOW)
+    self._first = True
 
   def update(self, count: int = 1, note: str = "") -> None:
     """`count` more units are done; `note` is shown beside them (a loss, a reward)."""
@@ -63,6 +64,9 @@ class Progress:
     self._done += count
     self._note = note or self._note
     self._marks.append((now, self._done))
+    if self._first and len(self._marks) == 3:  # the first unit compiled, too
+      self._marks.popleft()
+      self._first = False
     if now - self._shown_at >= self._every_s and self._done != self._total:  # `close` shows the end
       self._show(now)
 
