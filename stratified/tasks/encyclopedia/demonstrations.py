@@ -19,7 +19,7 @@ from stratified.config import setting, Settings
 from stratified.data.tokenizer import Tokenizer
 from stratified.sampling.interface import Completion, Request
 from stratified.tasks.draws import check_mixture, DEMONSTRATION, generator
-from stratified.tasks.encyclopedia.pages import Encyclopedia, facts_in
+from stratified.tasks.encyclopedia.pages import Encyclopedia, stated_in
 from stratified.tasks.encyclopedia.questions import Chain, chain_of
 from stratified.types import Question
 
@@ -80,6 +80,11 @@ class DemonstrationConfig(Settings):
     high=1,
     affects=["warm_start"],
   )
+  quote: bool = setting(
+    False,
+    "a turn after a page begins with a thought that repeats the sentence read",
+    affects=["warm_start"],
+  )
   plan: Literal["query", "think", "none"] = "query"
   guess: float = 0.25
   max_turns: int = 4
@@ -103,6 +108,7 @@ class _Script:
   seen: tokens of the context up to the end of the script's last turn. turn: its turns that could
     search.
   nouns: the question's words for the chain's relations.
+  quoted: the sentence that was read last, "" where the page does not state what was sought.
   """
 
   chain: Chain
@@ -115,6 +121,7 @@ class _Script:
   position: int = 0
   relation: str | None = None
   visited: tuple[str, ...] = ()
+  quoted: str = ""
 
 
 class Demonstrator:
@@ -197,14 +204,20 @@ class Demonstrator:
 
   def _turn(self, script: _Script, fed: str) -> tuple[int, ...]:
     """Makes the tokens of the next turn, given what was fed since the last one."""
+    thought = ""
     if script.relation is not None:
       self._read(script, fed)
+      if self._config.quote and script.quoted:
+        thought = f"<think> {script.quoted}</think>"
     if script.position >= script.depth or script.turn >= self._config.max_turns:
-      return tuple(self._tokenizer.encode(f"<answer> {self._answer(script)}</answer>"))
+      return self._encode(f"{thought}<answer> {self._answer(script)}</answer>")
     script.turn += 1
     if script.rng.random() < self._config.invalid:
-      return (*self._tokenizer.encode(f" {script.current}"), self._tokenizer.eos_id)
-    return tuple(self._tokenizer.encode(self._search(script)))
+      return (*self._encode(f"{thought} {script.current}"), self._tokenizer.eos_id)
+    return self._encode(thought + self._search(script))
+
+  def _encode(self, text: str) -> tuple[int, ...]:
+    return tuple(self._tokenizer.encode(text))
 
   def _search(self, script: _Script) -> str:
     noun = self._choose_relation(script)
@@ -232,7 +245,8 @@ class Demonstrator:
     documents = _DOCUMENT.findall(fed)
     own = [text for title, text in documents if title == script.current]
     text = next(iter(own or [text for _, text in documents]), "")
-    facts = facts_in(text)
+    stated = stated_in(text)
+    facts = {relation: name for relation, (name, _) in stated.items()}
     others = [name for name in facts if name != script.relation]
     if others and (
       script.relation not in facts or script.rng.random() < self._config.wrong_relation
@@ -240,6 +254,7 @@ class Demonstrator:
       script.relation = others[script.rng.integers(len(others))]
     script.visited += (script.current,)
     script.current = facts.get(script.relation, script.current)
+    script.quoted = stated[script.relation][1] if script.relation in stated else ""
     script.position += 1
     script.relation = None
 

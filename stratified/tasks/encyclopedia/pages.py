@@ -212,10 +212,15 @@ _SENTENCES = [
 
 def facts_in(text: str) -> dict[str, str]:
   """Reads the facts that a page's prose states, relation -> name."""
-  facts = {}
-  for sentence in re.findall(r"[^.]+\.", text):
+  return {relation: name for relation, (name, _) in stated_in(text).items()}
+
+
+def stated_in(text: str) -> dict[str, tuple[str, str]]:
+  """Reads the facts that a page's prose states, relation -> (name, the sentence that says so)."""
+  stated = {}
+  for sentence in (found.strip() for found in re.findall(r"[^.]+\.", text)):
     for relation, pattern in _SENTENCES:
-      match = pattern.fullmatch(sentence.strip())
+      match = pattern.fullmatch(sentence)
       if match:
-        facts[relation] = match.group(1)
-  return facts
+        stated[relation] = match.group(1), sentence
+  return stated
