@@ -2,8 +2,9 @@
 
     python experiments/train.py --config=configs/search_r1.py:tiny --workdir=runs/tiny
 
-Presets, after the colon: `tiny` (none means this; two CPU cores, a quarter of an hour), `smollm2`
-(real weights, real questions), `base` and `instruct` (Qwen2.5-3B as in the paper). Any field can be
+Presets, after the colon: `tiny` (none means this; two CPU cores, minutes), `smoke` (the same path
+in under two minutes, too short to learn anything), `smollm2` (real weights, real questions), `base`
+and `instruct` (Qwen2.5-3B as in the paper). Any field can be
 given on the command line: `--config.advantage.alpha=0.4`.
 """
 
@@ -37,6 +38,19 @@ TINY = {
   "mesh.fsdp": 1,
   "eval.forced": True,
   "eval.every": 50,
+}
+
+# The whole path of `tiny` in under two minutes: warm start, steps, evaluations, report. It shows
+# that everything works; it is too short to learn to read a page: its scores say nothing of a method.
+SMOKE = TINY | {
+  "num_steps": 6,
+  "data.entities": 400,
+  "data.questions_per_step": 8,
+  "optimizer.warmup_steps": 2,
+  "warm_start.num_steps": 60,
+  "warm_start.encyclopedias": 4,
+  "eval.every": 3,
+  "eval.questions": 40,
 }
 
 # SmolLM2-135M-Instruct on real questions; `python third_party/smollm2/fetch.py` brings the weights.
@@ -91,7 +105,7 @@ INSTRUCT = BASE | {
   "advantage.alpha": 0.8,
 }
 
-PRESETS = {"tiny": TINY, "smollm2": SMOLLM2, "base": BASE, "instruct": INSTRUCT}
+PRESETS = {"tiny": TINY, "smoke": SMOKE, "smollm2": SMOLLM2, "base": BASE, "instruct": INSTRUCT}
 
 
 def get_config(preset: str = "tiny"):

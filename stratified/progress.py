@@ -13,7 +13,7 @@ import time
 from typing import TextIO
 
 _BAR_WIDTH = 24
-# updates that the rate is measured over: slow first steps (compilation) are soon forgotten
+# updates that the rate is measured over
 _WINDOW = 50
 
 
@@ -26,6 +26,8 @@ class Progress:
     done: units done before this process began (a resumed run); they do not count towards the rate.
     every_s: seconds between two lines where standard error is no terminal.
     active: False shows nothing (every process of a run but the first).
+    whole: (units done, seconds that one takes now) -> what to say of the work that this is a part
+      of.
     stream, clock: standard error and time.monotonic unless a test replaces them.
 
   Use as a context manager, or call `close`, which shows the final state.
@@ -41,7 +43,9 @@ class Progress:
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
     active: bool = True,
+    whole: Callable[[int, float], str] | None = None,
   ):
+    self._whole = whole
     self._total, self._what, self._done = total, what, done
     self._stream = open(os.devnull, "w") if not active else sys.stderr if stream is None else stream
     self._clock = clock
@@ -52,6 +56,7 @@ class Progress:
     self._shown_at = self._start
     self._note = ""
     self._marks = deque([(self._start, done)], maxlen=_WINDOW)
+    self._first = True
 
   def update(self, count: int = 1, note: str = "") -> None:
     """`count` more units are done; `note` is shown beside them (a loss, a reward)."""
@@ -59,6 +64,9 @@ class Progress:
     self._done += count
     self._note = note or self._note
     self._marks.append((now, self._done))
+    if self._first and len(self._marks) == 3:  # the first unit compiled, too
+      self._marks.popleft()
+      self._first = False
     if now - self._shown_at >= self._every_s and self._done != self._total:  # `close` shows the end
       self._show(now)
 
@@ -96,6 +104,8 @@ class Progress:
       parts.append(f"took {duration(now - self._start)}")
     elif rate > 0 and self._total is not None:
       parts.append(f"{duration((self._total - self._done) / rate)} left")
+      if self._whole:
+        parts.append(self._whole(self._done, 1 / rate))
     return "  ".join(parts + [self._note] * bool(self._note))
 
 

@@ -10,7 +10,8 @@ from small_rollouts import collate, decoder_config, family, parameters, random_g
 
 from configs import search_r1
 from stratified import losses
-from stratified.algorithms.base import Outputs
+from stratified.algorithms.base import Algorithm, Outputs
+from stratified.algorithms.grpo import Grpo
 from stratified.algorithms.likelihood import LikelihoodSettings
 from stratified.algorithms.policy_loss import outside_bounds, PolicyLossSettings
 from stratified.learner import batching, optimizer, update
@@ -211,7 +212,11 @@ EVERYTHING = dict(
 
 
 def stats_of(mesh, several, coefficient=0.0, **loss):
-  """Statistics of the third step on one batch of four questions, one without signal."""
+  return three_steps(mesh, several, coefficient, **loss)[2]
+
+
+def three_steps(mesh, several, coefficient=0.0, **loss):
+  """(batch, state, statistics) of the third step on four questions, one without signal."""
   method = family("gn", max_tokens=16, **loss)
   preserve = LikelihoodSettings(coefficient=coefficient)
   method = type(method)(method.advantage, method.loss, 3, 16, preserve)
@@ -231,7 +236,7 @@ def stats_of(mesh, several, coefficient=0.0, **loss):
   state = states.init_state(mesh, MODEL, parameters(MODEL, scale=2.0), chain, with_reference=True)
   for _ in range(3):
     state, stats = step(state, batching.place(mesh, batch))
-  return jax.device_get(stats)
+  return batch, state, jax.device_get(stats)
 
 
 def test_every_option_is_alive_in_several_updates_and_inert_in_one(mesh):
@@ -276,3 +281,34 @@ def test_llds_with_one_update_a_batch_is_refused():
     refusals.check_settings(config)
   config.update.epochs = 2
   refusals.check_settings(config)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_questions_of_equal_rewards_take_no_rows_and_the_update_is_the_same(
+  mesh, several, monkeypatch
+):
+  """Against the step that drops them itself, all in the rows: equal weights after three updates."""
+  found = {}
+  for left_out in (True, False):
+    if not left_out:
+      monkeypatch.setattr(Grpo, "idle", Algorithm.idle)
+    batch, state, _ = three_steps(mesh, several, filter_groups=True, kl_coefficient=0.1)
+    found[left_out] = batching.num_tokens(batch), jax.device_get(state.params)
+  assert found[True][0] < found[False][0]
+  for name, weight in found[True][1].items():
+    # Sums over rows of other rollouts, in another order.
+    np.testing.assert_allclose(weight, found[False][1][name], rtol=2e-4, atol=2e-6)
+
+
+def test_every_rollout_counts_where_equal_rewards_are_not_equal_losses():
+  reward, valid = np.float32([[1, 1, 1], [0, 1, 0], [0, 0, 1]]), np.ones((3, 3), np.float32)
+  valid[2, 2] = 0  # lost: those that are left are equal
+  assert family("gn", filter_groups=True).idle(reward, valid)[:, 0].tolist() == [True, False, True]
+  for name, options in [
+    ("reinforce", {}),
+    ("gn_batch", {}),
+    ("gn", {"filter_groups": False}),
+    ("gn", {"kl_in": "reward"}),
+    ("gn", {"overlong_tokens": 3}),
+  ]:
+    assert not family(name, **{"filter_groups": True} | options).idle(reward, valid).any(), name

@@ -106,6 +106,11 @@ class AdvantageSettings(Settings):
     """Whether other questions' rollouts decide if a group's advantages are all 0."""
     return self.name == "reinforce_batch" or self.over == "batch"
 
+  @property
+  def zero_where_equal(self) -> bool:
+    """Whether a question whose rewards are all equal has advantages of 0, whatever its strata."""
+    return self.is_relative and self.name in GROUP
+
 
 def kernel_of(name: str) -> Callable:
   """The kernel of that name; raises ValueError, one sentence, where there is none."""

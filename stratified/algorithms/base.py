@@ -138,6 +138,13 @@ class Algorithm:
     """
     return [True] * len(groups)
 
+  def idle(self, reward_qk: np.ndarray, valid_qk: np.ndarray) -> np.ndarray:
+    """Marks the rollouts [Q, K] that count in no loss: they take no room in a batch's rows.
+
+    It sees rewards on the host, before anything is packed; by default every rollout counts.
+    """
+    return np.zeros(reward_qk.shape, bool)
+
   def credit(self, batch: Batch, before: Outputs | None, step: Any) -> Credit:
     """Advantages and targets from the batch's rewards, in the jitted step."""
     raise TypeError(f"{type(self).__name__} defines no credit")

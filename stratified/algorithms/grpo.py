@@ -127,6 +127,20 @@ class Grpo(Algorithm):
       more = {"parts_qkp": parts_qkp, "weight_p": jnp.float32(weight_p)}
     return estimate(reward_qk, stratum_qk, valid_qk, step, length_qk, **more)
 
+  def idle(self, reward_qk, valid_qk) -> np.ndarray:
+    """Marks questions whose rollouts are all worth the same, where `loss.filter_groups` drops them.
+
+    Equal rewards are equal advantages of 0 where a rollout is compared with its group alone, unless
+    length or KL still takes something off a reward. Groups without advantage for another reason are
+    dropped in the step itself.
+    """
+    own = self.loss.overlong_tokens or self.loss.kl_in == "reward" or self.preserve.coefficient
+    if not self.loss.filter_groups or own or not self.advantage.zero_where_equal:
+      return super().idle(reward_qk, valid_qk)
+    largest = np.where(valid_qk > 0, reward_qk, -np.inf).max(1, keepdims=True)
+    least = np.where(valid_qk > 0, reward_qk, np.inf).min(1, keepdims=True)
+    return np.broadcast_to(largest <= least, reward_qk.shape)
+
   def credit(self, batch, before, step) -> Credit:
     """A = estimator(R, strata), for every token of a rollout alike.
 

@@ -131,9 +131,10 @@ def collate(
   prompts: [Q][K] token ids that a teacher reads in place of a rollout's own prompt.
   others: likewise the prompts with which it is contrasted (`Teacher.contrast`).
 
-  A rollout with a fault takes no tokens and is masked in every statistic. Raises ValueError for a
-  ragged group, a stratum id outside [0, num_strata), a reward that is not finite or too large for
-  float32 statistics, and streams that do not fit the rollout.
+  A rollout with a fault takes no tokens and is masked in every statistic; one that counts in no
+  loss (`Algorithm.idle`) takes no tokens either. Raises ValueError for a ragged group, a stratum id
+  outside [0, num_strata), a reward that is not finite or too large for float32 statistics, and
+  streams that do not fit the rollout.
   """
   q, k = len(groups), len(groups[0])
   if any(len(group) != k for group in groups):
@@ -155,12 +156,15 @@ def collate(
     for i, trajectory in enumerate(flat)
     if trajectory.fault is None
   }
+  valid = np.asarray([t.fault is None for t in flat], np.float32).reshape(q, k)
+  idle = algorithm.idle(given, valid)
+  in_rows = {i: fields for i, fields in encoded.items() if not idle[i // k, i % k]}
   taught = {"": prompts, "other_": others}
   taught = {kind: sum(map(list, read), []) for kind, read in taught.items() if read is not None}
   for kind, flat_prompts in taught.items():
     for i, fields in encoded.items():
       fields["taught", kind] = _after_prompt(flat[i], flat_prompts[i])
-  rows, first_m = _pack(encoded, q, k, packing)
+  rows, first_m = _pack(in_rows, q, k, packing)
   names = ["token", "sampled", "logp", *(("stream", name) for name in algorithm.STREAMS)]
   fields = _fill(rows, encoded, packing, names)
   # The sum of the numbers as the update sees them, in float32.
@@ -181,7 +185,7 @@ def collate(
     array_qk=algorithm.arrays(groups, rewards) | _reward_parts(parts, algorithm, (q, k)),
     reward_qk=given.astype(np.float32),
     stratum_qk=stratum,
-    valid_qk=np.asarray([t.fault is None for t in flat], np.float32).reshape(q, k),
+    valid_qk=valid,
     teacher_art={
       kind + name: array
       for kind in taught

@@ -24,14 +24,19 @@ class OptimizerSettings(Settings):
   SECTION = "optimizer"
 
   name: str = setting("adamw", "the rule of an update", choices=NAMES, affects=("training",))
-  learning_rate: float = setting(
-    1e-6, "rate after the warm-up, constant from then on", above=0, affects=("training",)
-  )
+  learning_rate: float = setting(1e-6, "rate after the warm-up", above=0, affects=("training",))
   warmup_steps: int = setting(
     20,
     "steps (rollout batches) over which the rate rises linearly",
     low=0,
     high=100_000,
+    affects=("training",),
+  )
+  decay_steps: int = setting(
+    0,
+    "steps after them over which the rate falls to a tenth along a cosine; 0 keeps it",
+    low=0,
+    high=10**6,
     affects=("training",),
   )
   weight_decay: float = setting(
@@ -75,8 +80,6 @@ def make(
   for field, rule in rules(OptimizerSettings).items():
     field = field.removeprefix("optimizer.")
     check("optimizer" if field == "name" else field, given[field], rule)
-  if decay_steps < 0:
-    raise ValueError(f"decay_steps={decay_steps} must be at least 0; 0 keeps the rate constant")
   after = (
     optax.cosine_decay_schedule(learning_rate, decay_steps, 0.1)
     if decay_steps

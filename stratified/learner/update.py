@@ -321,7 +321,7 @@ def _accumulate(loss_of: Callable, trained, rows_at: Callable, first, last):
 
   _, sums, maxima = jax.eval_shape(micro, jnp.int32(first))
   full = lambda tree, value: jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), tree)
-  start = jax.tree.map(jnp.zeros_like, params), full(sums, 0.0), full(maxima, -jnp.inf)
+  start = jax.tree.map(jnp.zeros_like, trained), full(sums, 0.0), full(maxima, -jnp.inf)
   gradient, (loss, sums), maxima = jax.lax.fori_loop(jnp.int32(first), last, body, start)
   means = {}
   for by_key in sums.values():

@@ -10,6 +10,7 @@ from stratified.learner import batching
 from stratified.runs import build, held_out
 from stratified.runs.convergence import StageScores
 from stratified.runs.stop import OutsideFailed, Stop
+from stratified.runs.timetable import Timetable
 from stratified.runs.writer import Writer
 from stratified.types import Batch
 
@@ -18,7 +19,7 @@ from stratified.types import Batch
 class Surroundings:
   """What all stages of a run share: its parts, training's sampler and the judge's, the writer.
 
-  scores: the held-out ones of the stage that is trained.
+  times: what is still to come, in seconds. scores: the held-out ones of the stage that is trained.
   """
 
   run: build.Run
@@ -27,6 +28,7 @@ class Surroundings:
   judge: Any
   writer: Writer
   stop: Stop
+  times: Timetable
   scores: StageScores = dataclasses.field(default_factory=StageScores)
 
 

@@ -6,6 +6,7 @@ ones before are not looked at again.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 
@@ -14,7 +15,7 @@ import jax
 from stratified.learner import batching, processes
 from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, samplers, stages
+from stratified.runs import build, samplers, stages, timetable
 from stratified.runs.checkpoint import Checkpointer, restore_part
 from stratified.runs.convergence import StageScores
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Stopped, Unusable
@@ -78,7 +79,9 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
       )
     except ValueError as error:  # a damaged line, by its number
       raise Unusable(f"{error}") from error
-    around = Surroundings(run, workdir, sampler, judge, stack.enter_context(writer), stop)
+    times = timetable.of_run(run, what)
+    say(f"{'to do' if restored is None else 'the whole run'}: {times}")
+    around = Surroundings(run, workdir, sampler, judge, stack.enter_context(writer), stop, times)
     params = (
       None
       if restored
@@ -166,7 +169,11 @@ def run_stage(
   with (
     stages.SOURCES[stage.source](seat.parts, around, weights.policy) as source,
     Progress(
-      stage.num_steps, what(source, stage), done=step, active=processes.is_first()
+      stage.num_steps,
+      what(stage),
+      done=step,
+      active=processes.is_first(),
+      whole=functools.partial(around.times.say, around.run.stages.index(seat.parts)),
     ) as progress,
   ):
     if fresh and source.start(state):
@@ -203,9 +210,9 @@ def run_stage(
   return state
 
 
-def what(source, stage) -> str:
+def what(stage) -> str:
   """What a stage's progress counts."""
-  return source.label + (f" of cycle {stage.cycle}" if stage.cycle else "")
+  return stages.SOURCES[stage.source].label + (f" of cycle {stage.cycle}" if stage.cycle else "")
 
 
 def say(text: str) -> None:
