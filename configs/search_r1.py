@@ -41,7 +41,7 @@ TINY = {
 }
 
 # The whole path of `tiny` in under two minutes: warm start, steps, evaluations, report. It shows
-# that everything works; it is too short to learn to read a page: its scores say nothing of a method.
+# that everything works; it is too short to learn to read a page, so its scores say nothing.
 SMOKE = TINY | {
   "num_steps": 6,
   "data.entities": 400,

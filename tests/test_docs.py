@@ -136,6 +136,8 @@ def flags_of(program: pathlib.Path) -> frozenset[str]:
     if not isinstance(node, ast.Call) or not node.args:
       continue
     name, first = getattr(node.func, "attr", ""), node.args[0]
+    if name == "define_step":
+      found.add("step")
     if name.startswith("DEFINE_") or name in ("add_argument", "define_choice"):
       if isinstance(first, ast.Constant):
         found.add(str(first.value).lstrip("-"))

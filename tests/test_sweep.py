@@ -445,6 +445,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   from stratified.retrieval import retrievers
   from stratified.runs import build, settings, trainer
   from stratified.runs.surroundings import Surroundings
+  from stratified.runs.timetable import Part, Timetable
   from stratified.tasks import named
 
   seen = set()
@@ -466,7 +467,8 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   parts = build.warm_start(watched, mesh, model)
   run = build.Run(watched, mesh, model, None, None, (parts, None), named.make(watched))
   with trainer.seat_of(run, parts, tmp_path) as seat, metrics.Writer(tmp_path) as writer:
-    around = Surroundings(run, tmp_path, None, None, writer, None, None)
+    times = Timetable([Part("warm-start steps", 1, 1.0)])
+    around = Surroundings(run, tmp_path, None, None, writer, None, times)
     params = build.initial_params(watched, model, mesh, dtype=seat.weights.start_dtype)
     state = seat.weights.begin(params)
     never = types.SimpleNamespace(asked=False, agreed=lambda: False)

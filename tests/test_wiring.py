@@ -188,6 +188,7 @@ OPTIMIZER = {
   "optimizer.name": ({}, "adamw"),
   "optimizer.learning_rate": ({}, 1e-2),
   "optimizer.warmup_steps": ({}, 2),
+  "optimizer.decay_steps": ({"optimizer.warmup_steps": 0}, 2),
   "optimizer.weight_decay": ({}, 0.5),
   "optimizer.clip_norm": ({"optimizer.name": "sgd"}, 0.01),
   "optimizer.b1": ({"optimizer.name": "adamw"}, 0.1),

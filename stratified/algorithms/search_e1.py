@@ -102,8 +102,7 @@ class DistillationSettings(Settings):
   )
   weight: str = setting(
     "equal",
-    "how much a pair counts in its batch: all alike, or mixed, 4 p (1 - p) with p the share of its "
-    "question's rollouts that are right",
+    "a pair's weight: equal, or mixed, 4 p (1 - p), p the share of its question's right rollouts",
     choices=("equal", "mixed"),
     affects=TRAINING,
   )
