@@ -41,7 +41,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
 _STEP = command_line.define_step(
-  "Which checkpoint of the run, or best, on held-out questions; the newest unless given."
+  "step", "Which checkpoint of the run, or best, on held-out questions; the newest unless given."
 )
 _QUESTIONS = flags.DEFINE_integer(
   "questions",

@@ -38,7 +38,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
 _OUTPUT = flags.DEFINE_string("output", None, "The directory to write.", required=True)
 _STEP = command_line.define_step(
-  "Which checkpoint of the run, or best, on held-out questions; the newest unless given."
+  "step", "Which checkpoint of the run, or best, on held-out questions; the newest unless given."
 )
 _DTYPE = flags.DEFINE_string(
   "dtype", None, "float32, bfloat16 or float16; that of the weights it began with unless given."

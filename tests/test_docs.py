@@ -136,9 +136,7 @@ def flags_of(program: pathlib.Path) -> frozenset[str]:
     if not isinstance(node, ast.Call) or not node.args:
       continue
     name, first = getattr(node.func, "attr", ""), node.args[0]
-    if name == "define_step":
-      found.add("step")
-    if name.startswith("DEFINE_") or name in ("add_argument", "define_choice"):
+    if name.startswith("DEFINE_") or name in ("add_argument", "define_choice", "define_step"):
       if isinstance(first, ast.Constant):
         found.add(str(first.value).lstrip("-"))
         if name in ("DEFINE_bool", "DEFINE_boolean"):

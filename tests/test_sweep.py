@@ -446,7 +446,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   from stratified.runs import build, settings, trainer
   from stratified.runs.surroundings import Surroundings
   from stratified.runs.timetable import Part, Timetable
-  from stratified.tasks import named
+  from stratified.tasks import base, named
 
   seen = set()
   plain = smallest(**{"warm_start.mixture": (0.5, 0.5)})
@@ -463,6 +463,8 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   monkeypatch.setattr(
     retrievers, "open_retriever", lambda config, passages: open_retriever(plain, passages)
   )
+  # Neither is noise in training's searches, see test_noise.
+  monkeypatch.setattr(base, "noisy", lambda config, tools: tools)
   mesh, model = build.mesh_of(watched), build.model_config(watched)
   parts = build.warm_start(watched, mesh, model)
   run = build.Run(watched, mesh, model, None, None, (parts, None), named.make(watched))

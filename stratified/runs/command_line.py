@@ -59,8 +59,8 @@ def define_choice(name: str, bare: str, choices: Sequence[str], meaning: str) ->
   return flags.DEFINE_flag(flag)
 
 
-def define_step(meaning: str) -> flags.FlagHolder:
-  """Defines --step, a checkpoint of a run: its step, or `best`; None without."""
+def define_step(name: str, meaning: str) -> flags.FlagHolder:
+  """Defines a flag for a checkpoint of a run: its step, or `best`; None without."""
 
   class Parser(flags.ArgumentParser):
     def parse(self, argument: str) -> int | str:
@@ -68,7 +68,7 @@ def define_step(meaning: str) -> flags.FlagHolder:
         raise ValueError("give a step of the run, or best")
       return argument if argument == "best" else int(argument)
 
-  return flags.DEFINE(Parser(), "step", None, meaning)
+  return flags.DEFINE(Parser(), name, None, meaning)
 
 
 def parse(argv: Sequence[str], words: bool = False) -> list[str]:
