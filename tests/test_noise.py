@@ -146,7 +146,9 @@ def test_training_meets_noise_and_evaluation_does_not():
   assert noisy[0].names and noisy[0].names != useful[0].names
   assert task.row_at(0) == {"rollout/noise_probability": 1.0} and task.seconds > 0
   config.retriever.noise_end = config.retriever.noise_start = 0.0
-  assert build.open_task(config).row_at(0) == {}
+  quiet = build.open_task(config)
+  assert quiet.row_at(0) == {}
+  assert quiet.demonstrations(0) == task.demonstrations(0), "a warm start is shared by both"
 
 
 def test_noise_without_a_search_is_refused():

@@ -57,7 +57,7 @@ class PairSettings(Settings):
   )
   student: str = setting(
     "most_different",
-    "the wrong rollout that is corrected: it differs most from the reference, or least, longest, any",
+    "the wrong rollout that is corrected: least like the reference, most like it, the longest, any",
     choices=("most_different", "least_different", "longest_wrong", "random_wrong"),
     affects=["training"],
   )
