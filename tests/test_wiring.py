@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small_rollouts import collate, random_groups, trajectory
 
-from configs import search_r1
+from configs import search_e1, search_r1
 from stratified.algorithms.base import Critic, Outputs
 from stratified.learner import update
 from stratified.runs import build, settings
@@ -243,3 +243,18 @@ def test_the_stages_of_a_run_are_made_as_the_config_says():
   assert (warm.stage.num_steps, main.stage.num_steps) == (7, 300)
   assert warm.stage.algorithm.context_weight == 0.3 and main.packing.mini_batches == 4
   assert dataclasses.replace(main.packing, micro=0).rows == config.packing.rows
+
+
+def test_stages_that_are_made_of_the_same_share_one_update_and_others_do_not():
+  def updates(**changes):
+    config = search_e1.get_config("tiny")
+    config.update_from_flattened_dict({"search_e1.cycles": 2} | changes)
+    run = build.assemble(config, build.mesh_of(config), build.model_config(config))
+    return {parts.stage.name: parts.learn for parts in run.stages}
+
+  found, clipped = updates(), updates(**{"loss.clip_ratio": 0.125})
+  assert found["reinforcement_1"] is found["reinforcement_2"]
+  assert found["distillation_1"] is found["distillation_2"]
+  assert len({id(found[name]) for name in found}) == 3  # with the warm start's
+  assert clipped["reinforcement_1"] is not found["reinforcement_1"]
+  assert clipped["distillation_1"] is found["distillation_1"]
