@@ -1,7 +1,7 @@
 # make setup   builds .venv from requirements.txt; does nothing where that is done
 # make train   the same, then trains the tiny preset to its report, or goes on where it stopped
 # make test    the same with requirements-test.txt, then lints and runs the tests
-# make test-long  the tests that kill and restart for minutes, which make test leaves out
+# make test-long  the tests of kills, restarts and whole meshes that make test leaves out: minutes
 # make lint    only checks form: lines of 100 columns, sorted imports, unused and undefined names
 # make smollm2 fetches SmolLM2-135M-Instruct for the preset of that name and for its tests
 # make minilm  fetches all-MiniLM-L6-v2, a small text encoder for dense retrieval, and for its tests

@@ -185,7 +185,7 @@ def programs():
       "unexpected": compiled.unexpected(config, mesh.shape, packing, 6, text),
       "sent": [
         [each.kind, str(each.array), each.group, each.count]
-        for each in hlo.collectives(text, dynamic=2, num_devices=8)
+        for each in hlo.collectives(text, dynamic=3, num_devices=8)
       ],
     }
   return found

@@ -136,12 +136,13 @@ def test_a_process_killed_while_saving_leaves_the_last_whole_checkpoint(tmp_path
     assert step > after
     assert_same_bits(restored, make_state(step, size=40_000))
     best = checkpoint.best_step(tmp_path)
-    assert best == step - step % 3 > 0
-    found, _ = checkpoint.restore_part(tmp_path, {"params": abstract_state.params}, best)
-    assert_same_bits(found["params"], make_state(best, size=40_000).params)
+    assert best == (step - step % 3 or None)  # a first kill may come before there is any
+    if best:
+      found, _ = checkpoint.restore_part(tmp_path, {"params": abstract_state.params}, best)
+      assert_same_bits(found["params"], make_state(best, size=40_000).params)
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if "tmp" in name]
     after = step
-  assert half_written, "no kill fell into a save, so this proved nothing"
+  assert best and half_written, "no kill fell into a save, so this proved nothing"
 
 
 MESHES = """

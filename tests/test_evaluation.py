@@ -419,6 +419,7 @@ def call(*arguments, **changes):
   return programs.run(*command(*arguments, **changes)[1:])
 
 
+@pytest.mark.long
 def test_the_command_survives_a_kill_compares_and_refuses_other_settings(tmp_path):
   folder = tmp_path / "a" / "evaluation" / "samples"
   more = ["--questions=24", "--samples=2", "--temperature=1.5", "--name=samples"]

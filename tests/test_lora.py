@@ -272,6 +272,7 @@ def sharded(tmp_path_factory):
   return arrays, json.loads(str(arrays.pop("facts")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", ["1x8x1", "2x2x2"])
 def test_a_step_on_eight_devices_equals_one(sharded, sizes):
   arrays, facts = sharded

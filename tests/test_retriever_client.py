@@ -427,7 +427,7 @@ def test_a_lost_query_loses_the_rollouts_that_asked_it_and_no_other():
 
   search = lambda *queries: Use(tuple(("search", query) for query in queries))
   uses = {(0, 0, 0): search("a", "bad"), (0, 0, 1): search("a"), (0, 1, 0): search("bad")}
-  found = loop._run(uses, {"search": Search(Counting(), 1)})
+  found = loop._run(uses, {"search": Search(Counting(), 1)}, {})
   assert isinstance(found[0, 0, 0], ToolError) and isinstance(found[0, 1, 0], ToolError)
   assert found[0, 0, 1] == [Result((Passage("a", "", "1"),))]
 

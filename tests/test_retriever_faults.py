@@ -230,6 +230,7 @@ def test_a_server_that_is_killed_may_come_back_or_stay_dead(begun, undisturbed, 
   same_as(undisturbed, workdir)
 
 
+@pytest.mark.long
 def test_faults_that_pass_change_nothing(begun, undisturbed, server, tmp_path):
   """Errors, broken and late replies, lost connections: each is asked for again."""
   workdir = copy_of(begun, tmp_path / "run")

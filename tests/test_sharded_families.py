@@ -17,6 +17,7 @@ def found():
   return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma", "olmo", "mistral"])
 def test_a_mesh_changes_neither_the_loss_nor_a_gradient(found, name):
   (alone, spread), size, error = (found[name][key] for key in ("loss", "size", "error"))

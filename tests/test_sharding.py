@@ -236,6 +236,7 @@ def test_sizes_that_the_mesh_cannot_split_are_refused_with_the_divisor():
     sharding.check_divisible(EightDevices, {"num_kv_heads": ("kv_heads", 1)})
 
 
+@pytest.mark.long
 def test_methods_and_several_updates_equal_one_device(tmp_path):
   """PPO with its critic and GiGPO with its turns, two updates a batch each."""
   program, path = PROGRAM.with_name("sharded_methods.py"), tmp_path / "methods.npz"

@@ -71,7 +71,7 @@ def run():
 def policy(run):
   """The policy after the warm start, on the host."""
   warm = run.stages[0]
-  source = Demonstrations(warm, Surroundings(run, None, None, None, None, None), None)
+  source = Demonstrations(warm, Surroundings(run, *[None] * 6), None)
   params = build.initial_params(run.config, run.model, run.mesh)
   state = states.init_state(run.mesh, run.model, params, warm.optimizer, with_reference=False)
   for step in range(warm.stage.num_steps):
@@ -106,7 +106,7 @@ def pairs_of(run, world: int, rule: str):
 def distilled(run, policy, rule: str):
   """The policy after its distillation, with the pairs of a rule."""
   parts = run.stages[-1]
-  source = pair_files.Pairs(parts, Surroundings(run, None, None, None, None, None), None)
+  source = pair_files.Pairs(parts, Surroundings(run, *[None] * 6), None)
   found = [pairs_of(run, world, rule) for world in (0, 1)]
   source._mined = found[0]._replace(pairs=found[0].pairs + found[1].pairs)
   params = {name: jax.numpy.array(value) for name, value in policy.items()}

@@ -253,9 +253,7 @@ def time_of(plan: Plan) -> dict[str, Any]:
 def collectives_of(plan: Plan, text_: str) -> list[dict[str, Any]]:
   """Lists an update's collectives by kind and array, those that send most first."""
   found = {}
-  for each in hlo.collectives(
-    text_, dynamic=plan.micro - 1, num_devices=len(plan.mesh.devices.flat)
-  ):
+  for each in hlo.collectives(text_, dynamic=plan.micro, num_devices=len(plan.mesh.devices.flat)):
     entry = found.setdefault(
       (each.kind, str(each.array), each.group),
       {"kind": each.kind, "array": str(each.array), "group": each.group, "count": 0.0, "sent": 0.0},

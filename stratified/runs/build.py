@@ -32,10 +32,15 @@ from stratified.tasks import base, named
 
 @dataclasses.dataclass(frozen=True)
 class StageParts:
-  """What a stage trains with: its optimizer, the shapes of its batches, its jitted update."""
+  """What a stage trains with: its optimizer, the shapes of its batches, its jitted update.
+
+  first: the run's step at which the stage begins; the warm start has steps of its own.
+  rollouts: in a step's batch.
+  """
 
   stage: Stage
-  first: int  # the run's step at which the stage begins; the warm start has steps of its own
+  first: int
+  rollouts: int
   optimizer: Any
   packing: batching.Packing
   learn: update.OnMesh
@@ -291,6 +296,7 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
   """
   found = [warm_start(config, mesh, model)] if config.warm_start.num_steps else []
   repeat = read(update.UpdateSettings, config)
+  sampled = config.data.questions_per_step * config.rollout.samples_per_question
   shapes, first = packing(config, mesh, mini_batches=repeat.mini_batches), 0
   for stage in refusals.checked_stages(config, method):
     kind = lambda one: (id(one.algorithm), one.source, one.trained)
@@ -316,7 +322,7 @@ def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[Sta
         adapter=adapter(config),
         host=host_parts(config),
       )
-      found.append(StageParts(stage, first, chain, shapes, learn, adapter(config)))
+      found.append(StageParts(stage, first, sampled, chain, shapes, learn, adapter(config)))
     first += stage.num_steps
   return tuple(found)
 
@@ -339,7 +345,7 @@ def on_pairs(config, mesh, model, stage: Stage, first: int) -> StageParts:
     adapter=adapters,
     host=host_parts(config),
   )
-  return StageParts(stage, first, chain, shapes, learn, adapters)
+  return StageParts(stage, first, stage.trained.rollouts, chain, shapes, learn, adapters)
 
 
 def on_examples(config, mesh, model, stage: Stage, first: int) -> StageParts:
@@ -357,7 +363,8 @@ def on_examples(config, mesh, model, stage: Stage, first: int) -> StageParts:
     adapter=adapter(config),
     host=host_parts(config),
   )
-  return StageParts(stage, first, chain, packing(config, mesh, asked), learn, adapter(config))
+  shapes = packing(config, mesh, asked)
+  return StageParts(stage, first, asked, chain, shapes, learn, adapter(config))
 
 
 def warm_start(config, mesh, model) -> StageParts:
@@ -366,7 +373,8 @@ def warm_start(config, mesh, model) -> StageParts:
   stage = Stage("warm_start", "demonstrations", w.num_steps, Supervised(w.context_weight))
   chain = optimizer(config, warm_start=True)
   learn = update_of(mesh, model, chain, stage.algorithm, chunk=config.policy.logit_chunk or None)
-  return StageParts(stage, 0, chain, packing(config, mesh, w.demonstrations_per_step), learn)
+  count = w.demonstrations_per_step
+  return StageParts(stage, 0, count, chain, packing(config, mesh, count), learn)
 
 
 def open_task(config) -> base.Task:

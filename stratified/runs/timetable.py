@@ -14,7 +14,7 @@ from stratified.runs.build import Run
 
 # What a rollout of a stage costs in demonstrations: one is read and learnt from; a rollout is
 # sampled and read by the reference as well; a pair is read by a teacher. An answer is only sampled.
-COST = {"demonstrations": 1.0, "rollouts": 1.5, "pairs": 2.0, "answer": 0.4}
+COST = {"demonstrations": 1.0, "examples": 1.0, "rollouts": 1.5, "pairs": 2.0, "answer": 0.4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,6 @@ def of_run(run: Run, label_of) -> Timetable:
   answers = 2 * config.eval.questions  # about: a task's sets are counted once they are drawn
   for stage in run.stages:
     source = stage.stage.source
-    rollouts = {
-      "demonstrations": config.warm_start.demonstrations_per_step,
-      "rollouts": config.data.questions_per_step * config.rollout.samples_per_question,
-    }.get(source) or stage.stage.trained.rollouts
     times = 0.0
     if source == "rollouts":
       times = stage.stage.num_steps / config.eval.every if config.eval.every else 1
@@ -68,5 +64,5 @@ def of_run(run: Run, label_of) -> Timetable:
         times += 1 + config.eval.forced * (config.rollout.max_turns + 1) / 2
     beside = times * answers * COST["answer"]
     steps = stage.stage.num_steps
-    parts.append(Part(label_of(stage.stage), steps, rollouts * COST[source], beside))
+    parts.append(Part(label_of(stage.stage), steps, stage.rollouts * COST[source], beside))
   return Timetable(parts)
