@@ -124,7 +124,7 @@ def log_probs(params, tokens):
   return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-def test_the_step_is_the_mean_over_pairs_of_the_mean_over_their_tokens(mesh):
+def test_the_logged_divergence_is_the_mean_over_the_tokens_that_count(mesh):
   """Against one sequence at a time, in float64; the student differs from the teacher in weights."""
   groups = students(5, seed=3)
   prompts = guided_prompts(groups)

@@ -23,7 +23,6 @@ with the reference, less what a wrong rollout in its place changes.
 import dataclasses
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 
 from stratified.algorithms.base import Algorithm, Credit, Loss, Stage, Teacher, Trained
@@ -267,10 +266,9 @@ class Distillation(Algorithm):
     return {"weight": np.float32([[getattr(t, "weight", 0.0) for t in group] for group in groups])}
 
   def credit(self, batch, before, step) -> Credit:
-    """Gives each pair its weight, scaled so that they add up to the number of pairs."""
+    """Gives each pair its weight; the loss is divided by their sum."""
     weight_qk = batch.array_qk["weight"] * batch.valid_qk
-    scale = batch.valid_qk.sum() / jnp.maximum(weight_qk.sum(), 1e-6)
-    return Credit(batch.valid_qk, {}, {}, {"distillation": weight_qk * scale})
+    return Credit(batch.valid_qk, {}, {}, {"distillation": weight_qk})
 
   def losses(self, outputs, before, credit, micro) -> dict[str, Loss]:
     """The divergence of each token, or -log p; averaged within a pair, then over pairs."""
