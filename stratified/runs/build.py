@@ -292,18 +292,14 @@ def algorithm(config, num_strata: int) -> Algorithm:
 def stages(config, mesh, model, method: Algorithm, num_strata: int) -> tuple[StageParts, ...]:
   """Makes the parts of every stage: the warm start's, where there is one, and the method's own.
 
-  Stages of one algorithm, as cycles have, share an update, which is compiled once.
+  Stages of equal settings, as cycles have, share an update (`update_of`), which is compiled once.
   """
   found = [warm_start(config, mesh, model)] if config.warm_start.num_steps else []
   repeat = read(update.UpdateSettings, config)
   sampled = config.data.questions_per_step * config.rollout.samples_per_question
   shapes, first = packing(config, mesh, mini_batches=repeat.mini_batches), 0
   for stage in refusals.checked_stages(config, method):
-    kind = lambda one: (id(one.algorithm), one.source, one.trained)
-    alike = next((parts for parts in found if kind(parts.stage) == kind(stage)), None)
-    if alike:
-      found.append(dataclasses.replace(alike, stage=stage, first=first))
-    elif stage.source == "pairs":
+    if stage.source == "pairs":
       found.append(on_pairs(config, mesh, model, stage, first))
     elif stage.source == "examples":
       found.append(on_examples(config, mesh, model, stage, first))
@@ -354,7 +350,7 @@ def on_examples(config, mesh, model, stage: Stage, first: int) -> StageParts:
   if config.sft.targets == "demonstrations":
     asked = config.warm_start.demonstrations_per_step
   chain = optimizer(config)
-  learn = update.make_update(
+  learn = update_of(
     mesh,
     model,
     chain,

@@ -6,15 +6,14 @@ from stratified.agents.tags import ANSWER
 from stratified.algorithms.supervised import SftSettings
 from stratified.config import read
 from stratified.learner import batching
-from stratified.runs import build, held_out
+from stratified.runs import build
 from stratified.runs.surroundings import (
   blame,
-  evaluate,
   evaluate_first,
-  row_of,
+  evaluate_if_due,
   Surroundings,
   unrewarded,
-  update_row,
+  write_update,
 )
 from stratified.types import Batch, Question, Segment, TrainState, Trajectory, Turn
 
@@ -49,12 +48,8 @@ class Examples:
       return [one if right(one) else batching.LOST for (one,) in run.task.demonstrations(step)]
 
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
-    stats.pop("advantage_qk")
-    row = row_of(self._parts.stage, step) | row
-    row |= update_row(stats, batch, row["time/update_s"])
-    self._around.writer.write(row, trained=batching.num_tokens(batch))
-    if held_out.due(self._around.run.config, self._parts, step):
-      evaluate(self._around, self._policy(state), step)
+    row = write_update(self._around, self._parts, step, stats, batch, row)
+    evaluate_if_due(self._around, self._parts, self._policy, step, state)
     return f"loss {row['sft/loss']:.3f}"
 
   def __enter__(self) -> "Examples":

@@ -20,16 +20,15 @@ from stratified.algorithms.search_e1 import Student
 from stratified.learner import batching, processes
 from stratified.policy import lora
 from stratified.progress import Progress
-from stratified.runs import build, held_out, rollouts
+from stratified.runs import build, rollouts
 from stratified.runs.stop import Stopped, Unusable
 from stratified.runs.surroundings import (
   blame,
-  evaluate,
   evaluate_first,
-  row_of,
+  evaluate_if_due,
   Surroundings,
   unrewarded,
-  update_row,
+  write_update,
   writing,
 )
 from stratified.types import Batch, TrainState, Trajectory
@@ -62,13 +61,9 @@ class Pairs:
     return self._batch(chosen), row
 
   def finish(self, step: int, state, stats: dict, batch: Batch, row: dict) -> str:
-    stats.pop("advantage_qk")
-    row = row_of(self._parts.stage, step) | row
-    row |= update_row(stats, batch, row["time/update_s"])
     sampled = row.get("pairs/sampled_tokens", 0)  # in the first row alone
-    self._around.writer.write(row, sampled=sampled, trained=batching.num_tokens(batch))
-    if held_out.due(self._around.run.config, self._parts, step):
-      evaluate(self._around, self._policy(state), step)
+    row = write_update(self._around, self._parts, step, stats, batch, row, sampled=sampled)
+    evaluate_if_due(self._around, self._parts, self._policy, step, state)
     return f"loss {row['distillation/loss']:.4f}, {row['pairs/count']:.0f} pairs"
 
   def __enter__(self) -> "Pairs":

@@ -108,11 +108,8 @@ def check_likelihood(config) -> None:
     )
 
 
-SOURCES = (
-  "rollouts",
-  "pairs",
-  "examples",
-)  # of a method's own stages; the warm start's are demonstrations
+# Of a method's own stages; the warm start's are demonstrations.
+SOURCES = ("rollouts", "pairs", "examples")
 
 
 def checked_stages(config, method: Algorithm) -> tuple[Stage, ...]:

@@ -61,6 +61,23 @@ def update_row(stats: dict, batch: Batch, seconds: float) -> dict[str, float]:
   }
 
 
+def write_update(
+  around: Surroundings, parts: build.StageParts, step: int, stats: dict, batch: Batch, row: dict,
+  *, sampled: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+  """Writes the row of a step without rewards, and returns it; sampled: tokens sampled for it."""
+  stats.pop("advantage_qk")
+  row = row_of(parts.stage, step) | row | update_row(stats, batch, row["time/update_s"])
+  around.writer.write(row, sampled=sampled, trained=batching.num_tokens(batch))
+  return row
+
+
+def evaluate_if_due(around: Surroundings, parts: build.StageParts, policy_of, step: int, state):
+  """Evaluates policy_of(state) where the step is one after which a run is evaluated."""
+  if held_out.due(around.run.config, parts, step):
+    evaluate(around, policy_of(state), step)
+
+
 def unrewarded(groups, parts: build.StageParts, prompts=None, others=None) -> Batch:
   """Makes a batch of rollouts [n][1] without rewards or strata.
 

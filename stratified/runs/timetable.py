@@ -58,7 +58,7 @@ def of_run(run: Run, label_of) -> Timetable:
   for stage in run.stages:
     source = stage.stage.source
     times = 0.0
-    if source == "rollouts":
+    if source != "demonstrations":
       times = stage.stage.num_steps / config.eval.every if config.eval.every else 1
       if not stage.first:  # before the first step, also made to search 0, 1, ... times
         times += 1 + config.eval.forced * (config.rollout.max_turns + 1) / 2
