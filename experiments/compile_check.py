@@ -49,7 +49,7 @@ from stratified.config import read
 from stratified.planning import compiled, costs
 from stratified.policy import sizes
 from stratified.policy.settings import PolicySettings, with_attention
-from stratified.runs import build, command_line
+from stratified.runs import build, command_line, stage_parts
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run.")
 _TOPOLOGY = flags.DEFINE_string(
@@ -144,7 +144,7 @@ def main(_) -> None:
     sys.exit(1)
 
 
-def kinds(run: build.Run) -> list[build.StageParts]:
+def kinds(run: build.Run) -> list[stage_parts.StageParts]:
   """The first of each kind of stage, those of the first cycle; the warm start is in none's way."""
   found = {}
   for parts in run.stages:

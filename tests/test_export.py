@@ -20,7 +20,7 @@ from stratified.data import tokenizer as tokenizers
 from stratified.policy import decoder, lora
 from stratified.policy.files import hugging_face
 from stratified.policy.files import safetensors as tensor_files
-from stratified.runs import build, checkpoint, claim, settings
+from stratified.runs import build, checkpoint, claim, settings, stage_parts
 from stratified.runs.weights import of_stage
 from stratified.tasks.encyclopedia import vocabulary
 
@@ -266,7 +266,7 @@ def in_float32(config, state):
 def test_transformers_computes_with_the_merged_policy_what_the_run_did(adapted, tmp_path):
   config, workdir, state = adapted
   model, frozen, adapters = in_float32(config, state)
-  expected = ours(model, lora.join(build.adapter(config), frozen, adapters))
+  expected = ours(model, lora.join(stage_parts.adapter(config), frozen, adapters))
   assert np.abs(ours(model, frozen) - expected).max() > 0.1
   export.export(config, tmp_path / "out", workdir=workdir, dtype="float32")
   assert_close(theirs(tmp_path / "out"), expected)
@@ -301,7 +301,7 @@ def test_peft_computes_with_the_adapters_what_the_run_did(adapted, tmp_path):
   }
   assert_close(
     small_models.logits(net, TOKENS),
-    ours(model, lora.join(build.adapter(config), frozen, adapters)),
+    ours(model, lora.join(stage_parts.adapter(config), frozen, adapters)),
   )
 
 

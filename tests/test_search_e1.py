@@ -17,7 +17,7 @@ from stratified.learner import state as states
 from stratified.losses import DivergenceSettings
 from stratified.planning import compiled
 from stratified.policy import decoder, lora
-from stratified.runs import build
+from stratified.runs import build, stage_parts
 from stratified.runs import pairs as pair_files
 from stratified.runs.stop import Unusable
 from stratified.types import Call, Segment, Turn
@@ -249,7 +249,7 @@ def test_what_a_teacher_is_reaches_the_step(field, monkeypatch):
     seen.append((settings, args[3].shape[1]))
     raise Traced
 
-  build.shared_update.cache_clear()  # an update that was traced before would not be traced again
+  stage_parts.shared_update.cache_clear()  # what was traced before would not be traced again
   monkeypatch.setattr(update.divergence, "token_divergence", spy)
   monkeypatch.setattr(update, "_follow", lambda teacher, state: seen.append(teacher) or state)
   config = config_of(**{field: CHANGES[field]})

@@ -443,7 +443,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   from test_train import config as smallest
 
   from stratified.retrieval import retrievers
-  from stratified.runs import build, settings, trainer
+  from stratified.runs import build, settings, stage_parts, trainer
   from stratified.runs.surroundings import Surroundings
   from stratified.runs.timetable import Part, Timetable
   from stratified.tasks import base, named
@@ -457,7 +457,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
     steps.append(batch)
     return state, {"warm_start/loss": 1.0, "grad/norm": 1.0}
 
-  monkeypatch.setattr(build, "update_of", lambda *args, **kwargs: learn)
+  monkeypatch.setattr(stage_parts, "update_of", lambda *args, **kwargs: learn)
   # The warm start searches in practice encyclopedias; the run's own retriever is not its concern.
   open_retriever = retrievers.open_retriever
   monkeypatch.setattr(
@@ -466,7 +466,7 @@ def test_the_warm_start_reads_none_of_the_keys_in_which_it_may_be_shared(monkeyp
   # Neither is noise in training's searches, see test_noise.
   monkeypatch.setattr(base, "noisy", lambda config, tools: tools)
   mesh, model = build.mesh_of(watched), build.model_config(watched)
-  parts = build.warm_start(watched, mesh, model)
+  parts = stage_parts.warm_start(watched, mesh, model)
   run = build.Run(watched, mesh, model, None, None, (parts, None), named.make(watched))
   with trainer.seat_of(run, parts, tmp_path) as seat, metrics.Writer(tmp_path) as writer:
     times = Timetable([Part("warm-start steps", 1, 1.0)])

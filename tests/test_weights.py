@@ -13,7 +13,7 @@ from experiments import export
 from stratified.learner import state as states
 from stratified.policy import decoder
 from stratified.policy.files import hugging_face
-from stratified.runs import build, checkpoint, settings
+from stratified.runs import build, checkpoint, settings, stage_parts
 from stratified.runs.weights import of_stage
 
 # Without a warm start's rows test_train's settings are a run of four steps, evaluated after the
@@ -99,7 +99,7 @@ def test_a_run_on_another_warm_start_is_refused_at_once_by_name(whole, tmp_path)
   shutil.copytree(whole, workdir)
   weights = loaded(workdir)
   path = workdir / "warm_start"
-  chain = build.optimizer(weights.config, warm_start=True)
+  chain = stage_parts.optimizer(weights.config, warm_start=True)
   like = states.abstract_state(weights.mesh, weights.model, chain, with_reference=False)
   with checkpoint.Checkpointer(path, every=1) as checkpointer:
     state, step = checkpointer.restore_latest(like)

@@ -15,7 +15,7 @@ from small_rollouts import collate, random_groups, trajectory
 from configs import search_e1, search_r1
 from stratified.algorithms.base import Critic, Outputs
 from stratified.learner import update
-from stratified.runs import build, settings
+from stratified.runs import build, settings, stage_parts
 from stratified.types import Call, Question, Turn
 
 # field: (what else must be set for it to matter, another value than the preset's or that).
@@ -101,7 +101,7 @@ def test_the_critic_is_what_the_config_says():
 def test_the_critics_optimizer_moves_it_alone_and_counts_steps_not_updates():
   config = config_of(CRITIC | {"algorithm.name": "ppo", "update.epochs": 2})
   critic = build.algorithm(config, 4).critic
-  chain = build.optimizer(config, critic=critic)
+  chain = stage_parts.optimizer(config, critic=critic)
   trained = {"policy": {"gate": jnp.ones((1, 3, 4))}, "critic": {"value": jnp.ones((4, 1))}}
   updates, state = chain.update(trained, chain.init(trained), trained)
   # SGD: rate 0.1 over 4 updates' warm-up, the gradient's norm 2 clipped to 0.01.
@@ -200,7 +200,7 @@ OPTIMIZER = {
 
 def steps(changes) -> np.ndarray:
   """A weight and a norm after two updates by the config's optimizer with fixed gradients."""
-  chain = build.optimizer(config_of(changes))
+  chain = stage_parts.optimizer(config_of(changes))
   rng = np.random.default_rng(0)
   params = {"gate": jnp.ones((1, 3, 4)), "final_norm": jnp.ones(4)}
   state = chain.init(params)

@@ -12,7 +12,7 @@ from stratified.learner import optimizer as optimizers
 from stratified.learner import state as states
 from stratified.planning import costs, hlo
 from stratified.policy import decoder
-from stratified.runs import build, samplers
+from stratified.runs import build, samplers, stage_parts
 from stratified.sampling import in_process, lane_programs
 from stratified.types import Batch
 
@@ -30,7 +30,7 @@ class Plan:
   run: build.Run
   device: costs.Device | None
   tokens: float
-  parts: build.StageParts | None = None
+  parts: stage_parts.StageParts | None = None
 
   def __post_init__(self):
     if self.tokens > self.config.rollout.max_tokens:
@@ -88,7 +88,7 @@ def state_of(plan: Plan):
     with_reference=parts.with_reference,
     adapter=parts.adapter,
     critic=parts.stage.algorithm.critic,
-    host=build.host_parts(plan.config),
+    host=stage_parts.host_parts(plan.config),
   )
   if parts.adapter:  # a checkpoint holds only a fingerprint of the frozen weights
     frozen = states.abstract_state(

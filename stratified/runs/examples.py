@@ -6,7 +6,7 @@ from stratified.agents.tags import ANSWER
 from stratified.algorithms.supervised import SftSettings
 from stratified.config import read
 from stratified.learner import batching
-from stratified.runs import build
+from stratified.runs.stage_parts import StageParts
 from stratified.runs.surroundings import (
   blame,
   evaluate_first,
@@ -23,7 +23,7 @@ class Examples:
 
   label, rate = "supervised steps", "optimizer.learning_rate"
 
-  def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
+  def __init__(self, parts: StageParts, around: Surroundings, policy: Callable):
     self._parts, self._around, self._policy = parts, around, policy
     self._settings = read(SftSettings, around.run.config)
 

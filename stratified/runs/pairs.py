@@ -20,7 +20,8 @@ from stratified.algorithms.search_e1 import Student
 from stratified.learner import batching, processes
 from stratified.policy import lora
 from stratified.progress import Progress
-from stratified.runs import build, rollouts
+from stratified.runs import rollouts
+from stratified.runs.stage_parts import StageParts
 from stratified.runs.stop import Stopped, Unusable
 from stratified.runs.surroundings import (
   blame,
@@ -43,7 +44,7 @@ class Pairs:
 
   label, rate = "distillation steps", "distillation.learning_rate"
 
-  def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
+  def __init__(self, parts: StageParts, around: Surroundings, policy: Callable):
     self._parts, self._around, self._policy = parts, around, policy
     self._algorithm = parts.stage.algorithm
     self._mined: pairs.Mined | None = None

@@ -17,8 +17,9 @@ from stratified.algorithms import guide
 from stratified.config import read
 from stratified.evaluation import score as scoring
 from stratified.learner import batching, processes
-from stratified.runs import build, examples, held_out, pairs
+from stratified.runs import examples, held_out, pairs
 from stratified.runs.rollouts import Rollouts
+from stratified.runs.stage_parts import StageParts
 from stratified.runs.surroundings import (
   blame,
   evaluate,
@@ -38,7 +39,7 @@ class Demonstrations:
 
   label, rate = "warm-start steps", "warm_start.learning_rate"
 
-  def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
+  def __init__(self, parts: StageParts, around: Surroundings, policy: Callable):
     self._parts, self._writer, self._task = parts, around.writer, around.run.task
     self._demonstrations = around.run.task.demonstrations
     self._guide, self._seed = read(guide.GuideSettings, around.run.config), around.run.config.seed
@@ -83,7 +84,7 @@ class Reinforcement:
 
   label, rate = "training steps", "optimizer.learning_rate"
 
-  def __init__(self, parts: build.StageParts, around: Surroundings, policy: Callable):
+  def __init__(self, parts: StageParts, around: Surroundings, policy: Callable):
     self._parts, self._around, self._policy = parts, around, policy
     end = parts.first + parts.stage.num_steps
     self._rollouts = Rollouts(

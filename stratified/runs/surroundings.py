@@ -9,6 +9,7 @@ import numpy as np
 from stratified.learner import batching
 from stratified.runs import build, held_out
 from stratified.runs.convergence import StageScores
+from stratified.runs.stage_parts import StageParts
 from stratified.runs.stop import OutsideFailed, Stop
 from stratified.runs.timetable import Timetable
 from stratified.runs.writer import Writer
@@ -62,7 +63,7 @@ def update_row(stats: dict, batch: Batch, seconds: float) -> dict[str, float]:
 
 
 def write_update(
-  around: Surroundings, parts: build.StageParts, step: int, stats: dict, batch: Batch, row: dict,
+  around: Surroundings, parts: StageParts, step: int, stats: dict, batch: Batch, row: dict,
   *, sampled: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
   """Writes the row of a step without rewards, and returns it; sampled: tokens sampled for it."""
@@ -72,13 +73,13 @@ def write_update(
   return row
 
 
-def evaluate_if_due(around: Surroundings, parts: build.StageParts, policy_of, step: int, state):
+def evaluate_if_due(around: Surroundings, parts: StageParts, policy_of, step: int, state):
   """Evaluates policy_of(state) where the step is one after which a run is evaluated."""
   if held_out.due(around.run.config, parts, step):
     evaluate(around, policy_of(state), step)
 
 
-def unrewarded(groups, parts: build.StageParts, prompts=None, others=None) -> Batch:
+def unrewarded(groups, parts: StageParts, prompts=None, others=None) -> Batch:
   """Makes a batch of rollouts [n][1] without rewards or strata.
 
   prompts, others: a teacher's own, see `batching.collate`.
@@ -115,7 +116,7 @@ def evaluate(around: Surroundings, policy, step: int) -> None:
   )
 
 
-def evaluate_first(around: Surroundings, parts: build.StageParts, policy) -> bool:
+def evaluate_first(around: Surroundings, parts: StageParts, policy) -> bool:
   """Evaluates the policy that a run begins with; says whether so much was done that it is kept."""
   a = around
   if not parts.first:

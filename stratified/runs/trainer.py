@@ -18,6 +18,7 @@ from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, samplers, stages, timetable
 from stratified.runs.checkpoint import Checkpointer, restore_part
 from stratified.runs.convergence import StageScores
+from stratified.runs.stage_parts import StageParts
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Stopped, Unusable
 from stratified.runs.surroundings import Surroundings
 from stratified.runs.weights import end_of, folder_of, of_stage, Weights
@@ -36,7 +37,7 @@ class Seat:
   keep_best: whether the checkpoint of its best held-out score stays.
   """
 
-  parts: build.StageParts
+  parts: StageParts
   folder: pathlib.Path
   weights: Weights
   saved: Checkpointer
@@ -99,7 +100,7 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
 
 
 @contextlib.contextmanager
-def seat_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
+def seat_of(run: build.Run, parts: StageParts, workdir: pathlib.Path):
   """Opens the seat of a stage."""
   weights, folder = of_stage(run, parts, workdir), folder_of(run, parts, workdir)
   every = EARLIER_EVERY if parts.supervised else run.config.checkpoint.every

@@ -17,7 +17,7 @@ from stratified import sharding
 from stratified.config import read
 from stratified.learner import state as states
 from stratified.policy import decoder, lora
-from stratified.runs import build, checkpoint
+from stratified.runs import build, checkpoint, stage_parts
 from stratified.runs.convergence import ConvergenceSettings
 from stratified.types import TrainState
 
@@ -32,7 +32,7 @@ class Weights:
   config: Any
   mesh: Any
   model: decoder.DecoderConfig
-  parts: build.StageParts
+  parts: stage_parts.StageParts
   before: Callable[[], decoder.Params] | None = None
 
   @property
@@ -45,7 +45,7 @@ class Weights:
 
   @property
   def host(self) -> tuple[str, ...]:
-    return () if self.parts.supervised else build.host_parts(self.config)
+    return () if self.parts.supervised else stage_parts.host_parts(self.config)
 
   @property
   def start_dtype(self) -> str | dict[str, str]:
@@ -154,7 +154,9 @@ class Weights:
 _merge = functools.partial(jax.jit, static_argnums=(0, 1))(lora.merge)
 
 
-def of_stage(run: build.Run, parts: build.StageParts, workdir: pathlib.Path | None) -> Weights:
+def of_stage(
+  run: build.Run, parts: stage_parts.StageParts, workdir: pathlib.Path | None
+) -> Weights:
   """The weights of a stage of the run in `workdir`; None for one without checkpoints."""
   number = run.stages.index(parts)
   before = None
@@ -163,12 +165,12 @@ def of_stage(run: build.Run, parts: build.StageParts, workdir: pathlib.Path | No
   return Weights(run.config, run.mesh, run.model, parts, before)
 
 
-def folder_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path) -> pathlib.Path:
+def folder_of(run: build.Run, parts: stage_parts.StageParts, workdir: pathlib.Path) -> pathlib.Path:
   """Where a stage's checkpoints lie; the last one's are the run's own."""
   return workdir if parts is run.last else workdir / parts.stage.name
 
 
-def end_of(config, parts: build.StageParts, folder: pathlib.Path) -> int | None:
+def end_of(config, parts: stage_parts.StageParts, folder: pathlib.Path) -> int | None:
   """The step of a finished stage that the next one goes on from; None is its newest."""
   if parts.stage.source != "rollouts":
     return parts.stage.num_steps
@@ -178,7 +180,7 @@ def end_of(config, parts: build.StageParts, folder: pathlib.Path) -> int | None:
   return None if rule.patience else parts.stage.num_steps
 
 
-def _at_end_of(run: build.Run, parts: build.StageParts, workdir: pathlib.Path):
+def _at_end_of(run: build.Run, parts: stage_parts.StageParts, workdir: pathlib.Path):
   """(policy, folder) that a stage ended with; ValueError where its checkpoint is gone."""
   folder = folder_of(run, parts, workdir)
   found = of_stage(run, parts, workdir).restore_policy(folder, end_of(run.config, parts, folder))
