@@ -292,20 +292,6 @@ def test_a_step_on_eight_devices_equals_one(sharded, sizes):
   assert facts[sizes] == {"compilations": 1, "as_abstract": True, "merged_in_place": True}
 
 
-@pytest.mark.parametrize("sizes", ["1x8x1", "2x2x2"])
-def test_factors_are_split_where_their_weight_is_and_never_along_the_rank(sharded, sizes):
-  _, fsdp, tensor = map(int, sizes.split("x"))
-  share = {
-    name.split("/")[-1]: float(value)
-    for name, value in sharded[0].items()
-    if name.startswith(f"{sizes}/share/")
-  }
-  for target in ("q", "k", "v", "gate", "up"):
-    assert (share[f"{target}_a"], share[f"{target}_b"]) == (1 / fsdp, 1 / tensor), target
-  for target in ("o", "down"):
-    assert (share[f"{target}_a"], share[f"{target}_b"]) == (1 / tensor, 1 / fsdp), target
-
-
 # --- Fingerprints ---
 
 

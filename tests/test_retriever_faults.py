@@ -250,11 +250,11 @@ def test_faults_that_pass_change_nothing(begun, undisturbed, server, tmp_path):
   same_as(undisturbed, workdir, 7)
 
 
-def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(
-  begun, undisturbed, server, tmp_path
-):
+def test_a_search_that_is_lost_masks_its_rollout_and_is_counted(begun, server, tmp_path):
   """One query of the first new step never works; the other rollouts of its step are trained on."""
-  workdir = copy_of(begun, tmp_path / "run")
+  workdir, undisturbed = (copy_of(begun, tmp_path / name) for name in ("run", "undisturbed"))
+  done = run(undisturbed, server, num_steps=2)
+  assert done.returncode == 0, done.stderr[-3000:]
   step = [
     json.loads(line)
     for line in (undisturbed / "trajectories/step_000002.jsonl").read_text().splitlines()

@@ -18,6 +18,7 @@ import urllib.parse
 import urllib.request
 
 import httpx
+import programs
 import pytest
 
 from stratified.retrieval import server, wire
@@ -542,12 +543,7 @@ def test_a_dense_index_and_a_hybrid_are_served_like_bm25(tmp_path):
   ],
 )
 def test_what_can_t_be_served_is_refused_in_one_sentence(flags, message):
-  done = subprocess.run(
-    [sys.executable, "experiments/serve_retriever.py", "--port=0", *flags],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
+  done = programs.run("experiments/serve_retriever.py", "--port=0", *flags)
   assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
