@@ -18,13 +18,12 @@ Watch = Callable[[int, dict], dict]
 
 
 def evaluate(
-  params, task: Task, sampler, *, count: int, forced: int | None = None, only: str | None = None
+  task: Task, sampler, *, count: int, forced: int | None = None, only: str | None = None
 ) -> dict:
-  """Evaluates every held-out set, or `only` one: {set: scores}; each process makes its share.
+  """Evaluates what the sampler holds on every held-out set, or `only` one: {set: scores}.
 
-  forced: makes every rollout search exactly that often.
+  Each process makes its share. forced: makes every rollout search exactly that often.
   """
-  sampler.load(params, runner.FIRST_STEP)
   collect = functools.partial(
     rollouts.collect,
     task,
@@ -52,17 +51,15 @@ def due(config, parts, step: int) -> bool:
   return last or bool(config.eval.every) and step % config.eval.every == 0
 
 
-def evaluate_start(
-  config, params, task, sampler, writer, workdir: pathlib.Path, watch: Watch
-) -> None:
+def evaluate_start(config, task, sampler, writer, workdir: pathlib.Path, watch: Watch) -> None:
   """Evaluates the first policy: by its own choice, and made to search 0, 1, 2, ... times."""
-  scores = evaluate(params, task, sampler, count=config.eval.questions)
+  scores = evaluate(task, sampler, count=config.eval.questions)
   parts = {"warm_start": {"sets": scores}}
   if config.eval.forced:
     parts["warm_start_forced"] = {
       str(n): {
         "sets": evaluate(
-          params, task, sampler, count=config.eval.questions, forced=n, only=scoring.HELD_OUT
+          task, sampler, count=config.eval.questions, forced=n, only=scoring.HELD_OUT
         )
       }
       for n in range(config.rollout.max_turns + 1)
@@ -72,10 +69,10 @@ def evaluate_start(
 
 
 def evaluate_at(
-  config, params, task, sampler, writer, workdir: pathlib.Path, watch: Watch, step: int
+  config, task, sampler, writer, workdir: pathlib.Path, watch: Watch, step: int
 ) -> None:
   """Evaluates the policy now; evaluation.json keeps the newest."""
-  scores = evaluate(params, task, sampler, count=config.eval.questions)
+  scores = evaluate(task, sampler, count=config.eval.questions)
   writer.write({"step": step} | scoring.metrics_row(scores) | watch(step, scores))
   record(workdir, {"step": step, "sets": scores})
 

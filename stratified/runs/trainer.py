@@ -188,6 +188,7 @@ def run_stage(
         break
       placed, start = batching.place(around.run.mesh, batch), time.perf_counter()
       state, stats = jax.block_until_ready(seat.parts.learn(state, placed))
+      del placed  # it need not lie there while the next rollouts are made
       row["time/update_s"], step = time.perf_counter() - start, step + 1
       note = source.finish(first + step, state, stats, batch, row)
       # After all of the step's rows: a run killed before this repeats the step, one killed after it
