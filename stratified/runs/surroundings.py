@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stratified.evaluation import runner
-from stratified.learner import batching
+from stratified.learner import batching, processes
 from stratified.runs import build, held_out
 from stratified.runs.convergence import StageScores
 from stratified.runs.stop import OutsideFailed, Stop
@@ -110,11 +110,21 @@ def writing(task) -> dict[str, Any]:
   }
 
 
+def evaluate_missing(around: Surroundings, parts: build.StageParts, policy: Callable, step: int):
+  """Evaluates a step that a run goes on from, where the run was stopped in its evaluation."""
+  if parts.supervised or not held_out.due(around.run.config, parts, step):
+    return
+  if not processes.any_of(around.writer.evaluated(step)):
+    evaluate(around, policy, step)
+
+
 def evaluate(around: Surroundings, policy: Callable, step: int) -> None:
   """Evaluates the policy after a step; policy() gives its weights."""
   a = around
   with judging(a, policy):
-    held_out.evaluate_at(a.run.config, a.run.task, a.judge, a.writer, a.workdir, a.scores.add, step)
+    held_out.evaluate_at(
+      a.run.config, a.run.task, a.judge, a.writer, a.workdir, a.scores.add, a.stop.alone, step
+    )
 
 
 def evaluate_first(around: Surroundings, parts: build.StageParts, policy: Callable) -> bool:
@@ -122,7 +132,9 @@ def evaluate_first(around: Surroundings, parts: build.StageParts, policy: Callab
   a = around
   if not parts.first:
     with judging(a, policy):
-      held_out.evaluate_start(a.run.config, a.run.task, a.judge, a.writer, a.workdir, a.scores.add)
+      held_out.evaluate_start(
+        a.run.config, a.run.task, a.judge, a.writer, a.workdir, a.scores.add, a.stop.alone
+      )
   return not parts.first
 
 
