@@ -3,8 +3,9 @@
     {"id", "question", "golden_answers", "data_source", "split"}
     and where the source has them: "hops", "type", "orig_id", "supporting_titles"
 
-It reads FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), TriviaQA (JSON),
-PopQA (tsv), HotpotQA and 2WikiMultiHopQA (JSON), MuSiQue (JSON Lines) and Bamboogle (csv or JSON).
+It reads FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), DPR's tables,
+TriviaQA (JSON), PopQA (tsv), HotpotQA and 2WikiMultiHopQA (JSON, Hugging Face's parquet), MuSiQue
+(JSON Lines) and Bamboogle (csv or JSON).
 The content tells the format, never the name. Text is kept as it is but for white space around it.
 """
 
@@ -66,7 +67,7 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
   Raises ValueError, naming file, record and field, for what cannot be read, and for a set that
   nobody names.
   """
-  if path.name.endswith(".parquet"):
+  if path.name.endswith(".parquet") and not _of_hugging_face(path):
     for question, own in readers.with_splits(path, source=name):
       made = dataclasses.asdict(question) | {"split": own}
       yield _normal(made, {"question": question.text}, question.source, split)
@@ -87,6 +88,12 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
         f"SET={path}"
       )
     yield _normal(made, made, own, split)
+
+
+def _of_hugging_face(path: pathlib.Path) -> bool:
+  """Whether a parquet file has a set's own fields (HotpotQA's), not FlashRAG's or verl's."""
+  _, first = next(readers.rows_of(path), ("", {}))
+  return not first.keys() & {"golden_answers", "reward_model"} and "answer" in first
 
 
 def _normal(made: Record, text: Record, name: str, split: str) -> Record:
@@ -120,6 +127,8 @@ def _records(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
     yield from ((f"{path}, line {line}", record) for line, record in read_jsonl(path))
   elif name.endswith(".json"):
     yield from _json(path)
+  elif name.endswith(".parquet"):
+    yield from readers.rows_of(path)
   else:
     raise ValueError(
       f"{path}: questions are read from .jsonl, .json, .csv, .tsv (plain or .gz) and .parquet"
@@ -180,6 +189,11 @@ def _tsv(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
 
 def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
   try:
+    if _is_dpr(path):
+      with open_text(path) as file:
+        for number, fields in tsv_rows(file):
+          yield f"{path}, row {number}", dict(zip(_DPR, fields))
+      return
     if delimiter == "\t":
       yield from _tsv(path)
       return
@@ -195,6 +209,16 @@ def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
         yield f"{path}, row {number}", row
   except (UnicodeDecodeError, csv.Error, EOFError, OSError) as error:
     raise ValueError(f"{path}: not a readable table ({error}); get it again") from error
+
+
+_DPR = ("question", "dpr_answers")
+
+
+def _is_dpr(path: pathlib.Path) -> bool:
+  """Whether a table is DPR's: a question, a tab and a list of answers in each line, no header."""
+  with open_text(path) as file:
+    _, first = next(tsv_rows(file), (0, [""]))
+  return len(first) == len(_DPR) and first[1].startswith("[") and first[1].endswith("]")
 
 
 def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
@@ -267,6 +291,16 @@ def _nq_open(record: Record, where: str) -> Record:
   }
 
 
+def _dpr(record: Record, where: str) -> Record:
+  if set(record) != set(_DPR):
+    raise ValueError(f"{where}: not a question, a tab and a list of answers; get the file again")
+  return {
+    "id": f"row_{_number(where) - 1}",  # it has no ids
+    "question": string_field(record, "question", where),
+    "golden_answers": _answers(record["dpr_answers"], "answers", where),
+  }
+
+
 def _triviaqa(record: Record, where: str) -> Record:
   answer = record.get("Answer")
   if not isinstance(answer, dict):
@@ -307,6 +341,8 @@ def _hotpotqa(record: Record, where: str) -> Record:
       "evaluate on the dev set, as others do"
     )
   facts = record.get("supporting_facts")
+  if isinstance(facts, dict) and isinstance(facts.get("title"), list):  # as parquet has them
+    facts = [[title] for title in facts["title"]]
   titles = (
     [fact[0] for fact in facts if isinstance(fact, list) and fact]
     if isinstance(facts, list)
@@ -366,6 +402,7 @@ _FIELDS = {
   "hotpotqa_test": {"_id", "question", "context"},
   "bamboogle": {"Question", "Answer"},
   "nq_open": {"question", "answer"},
+  "dpr": set(_DPR[1:]),
 }
 _READERS = {
   "flashrag": _flashrag,
@@ -376,6 +413,7 @@ _READERS = {
   "hotpotqa_test": _hotpotqa,
   "bamboogle": _bamboogle,
   "nq_open": _nq_open,
+  "dpr": _dpr,
 }
 
 

@@ -83,7 +83,10 @@ def build(config, *, task: bool = True) -> Run:
   refusals.check_protocol(config)
   refusals.check_warm_start(config)
   refusals.check_devices(config)
-  return assemble(config, mesh_of(config), model_config(config), task=task)
+  model, source = model_config(config), pathlib.Path(config.policy.checkpoint)
+  if config.policy.checkpoint and any(source.glob("*.safetensors")):  # a resumed run may lack them
+    hugging_face.check(source, model)
+  return assemble(config, mesh_of(config), model, task=task)
 
 
 def check(config) -> None:

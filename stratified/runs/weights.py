@@ -54,6 +54,14 @@ class Weights:
       return "float32"
     return {name: decoder.seen_dtype(self.model, name) for name in decoder.weights(self.model)}
 
+  @property
+  def unchanging(self) -> tuple[str, ...]:
+    """The parts of the state that no step changes, and a checkpoint holds."""
+    teacher = self.parts.stage.algorithm.teacher
+    follows = bool(teacher and teacher.weights == "ema")
+    kept = self.parts.with_reference and not self.adapter and not follows
+    return ("reference",) if kept else ()
+
   def begin(self, params, opt_state=None, reference=None) -> TrainState:
     """Makes the state at step 0 from `params`, which it takes over.
 

@@ -18,6 +18,7 @@ import numpy as np
 from stratified import files
 from stratified.config import setting, Settings
 from stratified.runs import events
+from stratified.runs.workdir import MAIN
 from stratified.types import Trajectory
 
 Row = dict[str, Any]
@@ -152,12 +153,14 @@ class Writer:
       "warm_start": math.inf if resume_step is not None else warm_start_step,
     }
     self._last_step, self._tokens = -1, dict.fromkeys(TOKENS, 0)
+    self._evaluated: set[int] = set()
     if not active:
       return
     self._workdir.mkdir(parents=True, exist_ok=True)
     (self._workdir / "trajectories").mkdir(exist_ok=True)
     kept = _cut_back(self._workdir / "metrics.jsonl", self._purge)
     _say_what_is_gone(self._workdir / "metrics.jsonl", kept, resume_step, warm_start_step)
+    self._evaluated = {row["step"] for row in kept if "step" in row and MAIN in row}
     self._last_step = max((row["step"] for row in kept if "step" in row), default=-1)
     for row in kept:
       self._tokens |= {key: row[key] for key in TOKENS if isinstance(row.get(key), int)}
@@ -207,6 +210,10 @@ class Writer:
     if self._active:
       with files.replacing(trajectory_path(self._workdir, step)) as part:
         part.write_bytes(b"".join(files.json_line(_finite(record)) for record in records))
+
+  def evaluated(self, step: int) -> bool:
+    """Whether the rows that were there at the start have held-out scores of that step."""
+    return step in self._evaluated
 
   def close(self) -> None:
     if self._active:
