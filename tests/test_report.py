@@ -82,6 +82,9 @@ def row(step, **changed):
   return base | {key.replace("__", "/"): value for key, value in changed.items()}
 
 
+ANSWERS = {0: "Paris", 1: "London"}  # reward -> answer
+
+
 def record(**changed):
   return {
     "question": "Where was Ada born?",
@@ -222,7 +225,10 @@ def test_a_rollout_is_readable(tmp_path):
 
 def test_the_rollouts_shown_differ_in_stratum_and_success():
   records = [
-    record(stratum=s, reward=float(r), sample=i) for i in range(5) for s in range(3) for r in (0, 1)
+    record(stratum=s, answer=ANSWERS[r], reward=float(r), sample=i)
+    for i in range(5)
+    for s in range(3)
+    for r in (0, 1)
   ]
   chosen = transcripts.choose(records, 6)
   kinds = [(one["stratum"], one["reward"]) for one in chosen]
@@ -685,14 +691,24 @@ def test_every_call_names_its_tool(tmp_path):
 
 
 def test_a_right_answer_is_marked_unlike_a_wrong_one(tmp_path):
-  texts_ = [make_run(tmp_path / str(r), [row(1)], [record(reward=r)]) for r in (0.0, 1.0)]
-  assert 'reply wrong">Paris' in texts_[0] and 'reply right"' not in texts_[0]
-  assert 'reply right">Paris' in texts_[1] and 'reply wrong"' not in texts_[1]
+  wrong, right = [
+    make_run(tmp_path / golden, [row(1)], [record(golden_answers=[golden], reward=0.2)])
+    for golden in ("London", "Paris")  # what it earned for its form does not make it right
+  ]
+  for page, told, other, chip in (
+    (wrong, "wrong", "right", "bad"),
+    (right, "right", "wrong", "good"),
+  ):
+    assert f'reply {told}">Paris' in page and f'reply {other}"' not in page
+    assert f'<b class="text {told}">Paris' in page
+    assert f'<span class="chip {chip}">{told}</span>' in page
+  unknown = make_run(tmp_path / "unknown", [row(1)], [record(golden_answers=[])])
+  assert 'reply ">Paris' in unknown and "chip bad" not in unknown and "chip good" not in unknown
 
 
 def group(rewards, strata_, question="Who?"):
   return [
-    record(question=question, sample=k, reward=r, stratum=s, advantage=r - 0.5)
+    record(question=question, sample=k, answer=ANSWERS[r], reward=r, stratum=s, advantage=r - 0.5)
     for k, (r, s) in enumerate(zip(rewards, strata_))
   ]
 

@@ -72,7 +72,7 @@ def _row(record: Record, size: float) -> dict[str, Any]:
     "sample": transcripts.short(record.get("sample")),
     "calls": transcripts.told_calls(record),
     "answer": record.get("answer"),
-    "right": transcripts.succeeded(record),
+    "verdict": transcripts.verdict(record),
     "reward": transcripts.short(record.get("reward")),
     "advantage": transcripts.short(record.get("advantage"), signed=True),
     "bar": 0.0 if not advantage else round(100 * advantage / size, 1),

@@ -52,10 +52,15 @@ def visible(value: Any, longest: int = LONGEST) -> Markup:
   return Markup("").join(parts)
 
 
-def one_line(value: Any, longest: int = 200) -> str:
-  """The same as plain text, for titles, attributes and SVG."""
-  runs = _runs(cut(value, longest))
+def plain(value: Any, longest: int = LONGEST) -> str:
+  """The same as plain text of several lines, for a terminal."""
+  runs = _runs(cut(value, longest).replace("\r\n", "\n"))
   return "".join(run if c is None else f"[U+{ord(c):04X}]" for c, run, _ in runs)
+
+
+def one_line(value: Any, longest: int = 200) -> str:
+  """The same, for titles, attributes and SVG."""
+  return plain(value, longest)
 
 
 def _runs(text: str):
