@@ -23,7 +23,7 @@ from stratified.learner import processes
 from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, command_line, explain, trainer
+from stratified.runs import build, command_line, explain, trackers, trainer
 from stratified.runs.claim import check_config, Claim
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
@@ -74,6 +74,7 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
   try:
     # Before any work, and before the workdir belongs to this config: everything that can be
     # refused.
+    trackers.check(config)
     made = build.build(config)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
