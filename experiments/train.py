@@ -24,7 +24,7 @@ from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
 from stratified.runs import build, command_line, explain, trackers, trainer
-from stratified.runs.claim import check_config, Claim
+from stratified.runs.claim import check_config, Claim, record_start
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
 
@@ -84,6 +84,7 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
       claim.take(workdir)  # of several processes of one run, the first alone
       check_config(workdir, made.workdir_config, made.rules)
       retrievers.check_same(workdir, made.task)
+      record_start(workdir, sys.argv, **made.facts)
 
     processes.first_then_all(begin, "workdir")
   except ValueError as error:

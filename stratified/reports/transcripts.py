@@ -31,17 +31,22 @@ _SHORT = 240  # an observation up to here is shown open
 
 
 def choose(records: Sequence[Record], count: int) -> list[Record]:
-  """Picks up to `count` rollouts that differ in stratum and success, the first of each kind."""
-  kinds = {}
+  """Picks up to `count` rollouts that differ in stratum and success, the first of each kind.
+
+  Then the first of each kind and number of hops, as far as there is room.
+  """
+  kinds, finer = {}, {}
   for record in records:
     kind = (record.get("fault") is not None, str(record.get("stratum")), succeeded(record))
     kinds.setdefault(kind, record)
+    finer.setdefault((*kind, str(record.get("hops"))), record)
   wins = [kinds[key] for key in sorted(kinds) if key[2]]
   losses = [kinds[key] for key in sorted(kinds) if not key[2]]
   pairs = [record for pair in zip(wins, losses) for record in pair]
   rest = [record for record in wins + losses if not any(record is taken for taken in pairs)]
   order = lambda record: (str(record.get("stratum")), -_reward(record))
-  return sorted((pairs + rest)[:count], key=order)
+  more = [one for one in finer.values() if not any(one is taken for taken in pairs + rest)]
+  return sorted((pairs + rest + more)[:count], key=order)
 
 
 def view(record: Record) -> dict[str, Any]:
@@ -57,6 +62,7 @@ def view(record: Record) -> dict[str, Any]:
     "chips": _chips(record),
     "segments": segments,
     "left_out": left_out,
+    "picks": "",
   }
 
 
