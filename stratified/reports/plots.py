@@ -50,6 +50,7 @@ class Panel:
   stages: parts of the run, in order: a line where each begins, a band of its shade, its name.
   x_limits: x values that the axis must include.
   meaning: what the plot tells, in a sentence, for a page to print below.
+  y_label: what the y axis shows, where the title does not say it.
   """
 
   title: str
@@ -61,6 +62,7 @@ class Panel:
   stages: tuple[Stage, ...] = ()
   x_limits: tuple[float, ...] = ()
   meaning: str = ""
+  y_label: str = ""
 
 
 def colors(names: Sequence[str], ordered: bool = False) -> dict[str, tuple[int, bool]]:
@@ -165,6 +167,9 @@ def _panel(panel: Panel, width: int, height: int, own_legend: bool) -> list[Mark
   axes = Axes([*panel.x_limits, *(x for one in shown for x in one.x)], y, width, height, top)
   parts += _stage_bands(axes, panel.stages)
   parts += _grid(axes, panel.percent)
+  if panel.y_label:
+    at = f"translate(12 {(axes.top + axes.bottom) / 2:.0f}) rotate(-90)"
+    parts.append(svg.tag("g", svg.text(panel.y_label, 0, 0, "m"), transform=at))
   parts += _stage_marks(axes, panel.stages)
   parts += [curves.area(axes, *layer) for pile in piles for layer in pile]
   if not panel.stacked:

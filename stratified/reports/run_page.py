@@ -24,7 +24,7 @@ from stratified.reports import (
 from stratified.runs import workdir as workdirs
 from stratified.runs.workdir import Run
 
-_STEPS, _ROLLOUTS, _GROUPS = 6, 6, 2  # steps shown where none is named; of each of them
+_STEPS, _ROLLOUTS, _GROUPS = 6, 12, 2  # steps shown where none is named; of each of them
 _MORE_ROLLOUTS, _MORE_GROUPS, _MORE_STEPS = 24, 12, 20  # shown of steps that are named
 _MOST_FIELDS, _MOST_NOTES = 400, 40
 # Fields of the config that stand at the top, beside every `SECTION.name`. A test holds them against
