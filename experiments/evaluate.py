@@ -25,10 +25,9 @@ from ml_collections import config_flags
 
 from stratified import files
 from stratified.agents import loop
-from stratified.config import unaffected
 from stratified.evaluation import answers, coverage, paired, runner, tables
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, checkpoint, command_line, evaluations, held_out, settings
+from stratified.runs import build, checkpoint, command_line, evaluations, held_out
 from stratified.runs import samplers as servers
 from stratified.runs import workdir as workdirs
 from stratified.runs.stop import Early, Stop
@@ -238,34 +237,16 @@ def _config(workdir: pathlib.Path):
         "(fields that may change can be given, such as --config.retriever.url=URL), or name "
         "another --workdir"
       )
-    return evaluations.for_evaluation(_stored_config(stored)), True
+    given = {}
+    if _CONFIG.value is not None:
+      given = config_flags.get_override_values(flags.FLAGS["config"])
+    return evaluations.for_evaluation(evaluations.stored_config(workdir, given)), True
   if not command_line.named():
     raise ValueError(
       f"{workdir} holds no run (no config.json): train one there, or name a preset with "
       "--config=configs/search_r1.py:PRESET"
     )
   return evaluations.for_evaluation(_CONFIG.value), False
-
-
-def _stored_config(path: pathlib.Path):
-  """Reads a run's config, with the fields that the command line changes.
-
-  Raises ValueError for a preset, and for a field that changes what the policy answers: the answers
-  would be those of another run.
-  """
-  config = settings.read_workdir(path.parent)
-  if _CONFIG.value is None:
-    return config
-  given = config_flags.get_override_values(flags.FLAGS["config"])
-  may = unaffected(settings.rules(), "answers")
-  fixed = [name for name in given if name not in may]
-  if fixed:
-    raise ValueError(
-      f"--config.{fixed[0]} can't be changed for the run in {path.parent}: its answers would be "
-      "those of another run; leave it out, or evaluate another --workdir"
-    )
-  config.update_from_flattened_dict(given)
-  return config
 
 
 def _temperatures(config) -> list[float]:

@@ -23,8 +23,8 @@ from stratified.learner import processes
 from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, command_line, explain, on_disk, trainer
-from stratified.runs.claim import check_config, Claim
+from stratified.runs import build, command_line, explain, on_disk, trackers, trainer
+from stratified.runs.claim import check_config, Claim, record_start
 from stratified.runs.stop import Diverged, Early, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
 
@@ -76,6 +76,7 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
   try:
     # Before any work, and before the workdir belongs to this config: everything that can be
     # refused.
+    trackers.check(config)
     with stop.at_once():
       made = build.build(config)
   except (ValueError, OSError) as error:
@@ -86,6 +87,7 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
       claim.take(workdir)  # of several processes of one run, the first alone
       check_config(workdir, made.workdir_config, made.rules)
       retrievers.check_same(workdir, made.task)
+      record_start(workdir, sys.argv, **made.facts)
 
     processes.first_then_all(begin, "workdir")
   except ValueError as error:

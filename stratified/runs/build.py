@@ -8,6 +8,7 @@ Nothing is written, trained or compiled here, so that a refusal leaves no trace.
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -47,6 +48,13 @@ class Run:
   task: base.Task | None = None
   reward: Any = None
   steps: Any = None
+
+  @property
+  def facts(self) -> dict[str, Any]:
+    """What run.json says of it: the policy's number of parameters, and the devices."""
+    sizes = [math.prod(weight.shape) for weight in decoder.weights(self.model).values()]
+    device = self.mesh.devices.flat[0].device_kind
+    return {"parameters": sum(sizes), "devices": f"{self.mesh.devices.size} x {device}"}
 
   @property
   def last(self) -> stage_parts.StageParts:

@@ -16,7 +16,7 @@ from stratified.evaluation import runner
 from stratified.learner import batching, processes
 from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, samplers, stages, timetable
+from stratified.runs import build, events, samplers, stages, timetable, trackers
 from stratified.runs.checkpoint import Checkpointer, restore_part
 from stratified.runs.convergence import StageScores
 from stratified.runs.stage_parts import StageParts
@@ -80,6 +80,7 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
         resume_step=seats[number].parts.first + resumed[1] if resumed else None,
         warm_start_step=(warm.saved.latest_step or 0) if warm else 0,
         active=processes.is_first(),
+        backends=(events.TensorBoard, *trackers.of(run.config)),
       )
     except ValueError as error:  # a damaged line, by its number
       raise Unusable(f"{error}") from error

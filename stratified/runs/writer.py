@@ -22,6 +22,8 @@ from stratified.runs.workdir import MAIN
 from stratified.types import Trajectory
 
 Row = dict[str, Any]
+# (workdir, name of the curve's run, first step) -> what takes its numbers, see events.Backend
+OpenBackend = Callable[[pathlib.Path, str, int | None], events.Backend]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,15 @@ class LoggingSettings(Settings):
   SECTION = "logging"
   trajectories_every: int = setting(
     1, "steps between two files of rollouts in trajectories/; 0 writes none", low=0, affects=[]
+  )
+  tracker: str = setting(
+    "none",
+    "where the numbers go beside TensorBoard",
+    choices=["none", "wandb", "mlflow", "trackio"],
+    affects=[],
+  )
+  project: str = setting(
+    "stratified", "tracker: the project, or experiment, that the run belongs to", affects=[]
   )
 
 
@@ -129,7 +140,7 @@ class Writer:
     warm_start_step: how much of the warm start was kept when `resume_step` is None; later
       warm-start rows are removed. A restored checkpoint keeps them all.
     active: False on every process but the first; nothing is read or written then.
-    backend: what takes the numbers of the rows beside metrics.jsonl, see events.Backend.
+    backends: what takes the numbers of the rows beside metrics.jsonl, see events.Backend.
 
   Raises:
     ValueError: a line of metrics.jsonl other than the last is no JSON object.
@@ -142,12 +153,12 @@ class Writer:
     *,
     warm_start_step: int = 0,
     active: bool = True,
-    backend: Callable[[pathlib.Path, str, int | None], events.Backend] = events.TensorBoard,
+    backends: Sequence[OpenBackend] = (events.TensorBoard,),
   ):
     self._workdir = pathlib.Path(workdir)
     self._active = active
-    self._backend = backend
-    self._backends: dict[str, events.Backend] = {}
+    self._open_backends = backends
+    self._backends: dict[str, list[events.Backend]] = {}
     self._purge = {
       "train": -1 if resume_step is None else resume_step,
       "warm_start": math.inf if resume_step is not None else warm_start_step,
@@ -168,7 +179,7 @@ class Writer:
     self._file = (self._workdir / "metrics.jsonl").open("ab")
 
   def write(self, row: Mapping[str, Any], *, sampled: int = 0, trained: int = 0) -> None:
-    """Appends one row, flushed to the system before returning, and its numbers to TensorBoard.
+    """Appends one row, flushed to the system before returning, and its numbers to the backends.
 
     sampled: tokens that the policy wrote for training since the last row; trained: tokens that
     updates ran over, each pass counted. A row with either carries both sums since the run's start.
@@ -218,7 +229,7 @@ class Writer:
   def close(self) -> None:
     if self._active:
       self._file.close()
-      for backend in self._backends.values():
+      for backend in (one for opened in self._backends.values() for one in opened):
         backend.close()
       self._backends = {}
 
@@ -232,17 +243,15 @@ class Writer:
     """Writes warm start and training as two runs for a viewer, each with steps of its own."""
     if run not in self._backends:
       last = self._purge[run]
-      self._backends[run] = self._backend(
-        self._workdir, run, None if last == math.inf else int(last) + 1
-      )
-    self._backends[run].write(
-      step,
-      {
-        key: value
-        for key, value in row.items()
-        if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
-      },
-    )
+      first = None if last == math.inf else int(last) + 1
+      self._backends[run] = [opened(self._workdir, run, first) for opened in self._open_backends]
+    numbers = {
+      key: value
+      for key, value in row.items()
+      if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
+    }
+    for backend in self._backends[run]:
+      backend.write(step, numbers)
 
 
 def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
