@@ -14,8 +14,8 @@ from stratified.policy.config import DecoderConfig
 from stratified.policy.weights import Params
 
 # Size of the constant part of a query and a key. A pair of dimensions of frequency f adds
-# SHARPNESS^2 cos((distance - o) f) / sqrt(head_dim) to a score: with 16 pairs down to 0.01, 4.9 less
-# at one token from o than at o, well above the random part of a score, which is about 1.
+# SHARPNESS^2 cos((distance - o) f) / sqrt(head_dim) to a score: with 16 pairs down to 0.01, 4.8
+# less at one token from o than at o, well above the random part of a score, which is about 1.
 SHARPNESS = 5.0
 
 
