@@ -21,7 +21,7 @@ from stratified.algorithms.base import Algorithm
 from stratified.config import read, Rule
 from stratified.data.tokenizer import Tokenizer
 from stratified.learner import trial
-from stratified.policy import decoder, families
+from stratified.policy import decoder, families, look_back
 from stratified.policy.files import hugging_face
 from stratified.policy.settings import decoder_config, PolicySettings
 from stratified.rewards import steps as step_rewards
@@ -176,7 +176,9 @@ def initial_params(
       dtype=dtype,
       sharding_of=lambda name: sharding.named(mesh, axes[name]),
     )
-  return decoder.init(model, jax.random.key(config.seed))
+  params = decoder.init(model, jax.random.key(config.seed))
+  offsets = config.policy.look_back
+  return look_back.start(model, params, offsets) if offsets else params
 
 
 def partition(config, tools=None) -> strata.Partition:
