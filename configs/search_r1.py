@@ -47,7 +47,7 @@ SMALL = {
 # Filter groups: rollouts without advantage are no rows. The reward steps are Adam's: Muon makes the
 # noise of few rollouts as large as their signal.
 TINY = SMALL | {
-  "num_steps": 60,
+  "num_steps": 56,
   "policy.look_back": (1, 2, 3, 1),
   "data.training_hop_shares": (0.17, 0.24, 0.28, 0.31),
   "loss.filter_groups": True,
@@ -55,7 +55,7 @@ TINY = SMALL | {
   "optimizer.learning_rate": 4e-4,
   "optimizer.embedding_rate": 0.2,
   "optimizer.warmup_steps": 5,
-  "optimizer.decay_steps": 55,
+  "optimizer.decay_steps": 51,
   "packing.rows": 4,
   "warm_start.num_steps": 640,
   "warm_start.demonstrations_per_step": 22,
