@@ -46,7 +46,7 @@ import jax
 from ml_collections import config_flags
 
 from stratified.config import read
-from stratified.planning import compiled, costs
+from stratified.planning import compiled, costs, fitting
 from stratified.policy import sizes
 from stratified.policy.settings import PolicySettings, with_attention
 from stratified.runs import build, command_line, stage_parts
@@ -131,7 +131,7 @@ def main(_) -> None:
   found = []
   for plan in plans:
     found.append(compiled.figures(plan))
-    print(compiled.text(_TOPOLOGY.value, plan, found[-1], _MARGIN.value) + "\n")
+    print(fitting.text(_TOPOLOGY.value, plan, found[-1], _MARGIN.value) + "\n")
   print(f"compiled in {time.perf_counter() - start:.0f} s with jax {jax.__version__}")
   if _JSON.value:
     first, *others = [{"topology": _TOPOLOGY.value} | figures for figures in found]
@@ -139,7 +139,7 @@ def main(_) -> None:
     first |= {"stages": {each["stage"]: each for each in others}} if others else {}
     pathlib.Path(_JSON.value).write_text(json.dumps(first, indent=2) + "\n")
   if device and not all(
-    compiled.fits(plan, figures, _MARGIN.value) for plan, figures in zip(plans, found)
+    fitting.fits(plan, figures, _MARGIN.value) for plan, figures in zip(plans, found)
   ):
     sys.exit(1)
 

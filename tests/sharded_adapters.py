@@ -73,7 +73,6 @@ def take_step(sizes):
     policy = jax.jit(lambda frozen, adapters: lora.merge(CONFIG, LORA, frozen, adapters))(
       state.reference, state.params
     )
-  share = {name: x.addressable_shards[0].data.size / x.size for name, x in state.params.items()}
   arrays = {
     f"{part}/{key}": np.asarray(value)
     for part, tree in {
@@ -81,7 +80,6 @@ def take_step(sizes):
       "gradient": state.opt_state,
       "policy": policy,
       "stats": stats,
-      "share": share,
     }.items()
     for key, value in tree.items()
   } | {"fingerprint": np.asarray(rest.reference)}

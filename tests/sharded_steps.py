@@ -30,7 +30,9 @@ from small_rollouts import (
 from stratified import sharding
 from stratified.learner import batching, optimizer, update
 from stratified.learner import state as states
+from stratified.learner.packing import Packing
 from stratified.planning import compiled, hlo
+from stratified.policy import lora
 from stratified.sampling.in_process import JaxSampler, SamplerConfig
 from stratified.sampling.interface import Request
 
@@ -48,6 +50,7 @@ MESHES = {
   "untied": [(1, 1, 1), (2, 2, 2)],
 }
 RATE = 0.1
+ADAPTED = {"1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2)}
 CHAINS = {name: optimizer.make(name=name, learning_rate=1e-3) for name in ("adamw", "muon")}
 
 
@@ -122,6 +125,17 @@ def take_step(name, sizes):
   return arrays, facts | {"compilations": step.jitted._cache_size()}
 
 
+def adapter_shares(sizes):
+  """Of each factor of adapters, the share that one device holds."""
+  mesh, adapter = sharding.make_mesh(*sizes), lora.LoraConfig(rank=3, alpha=6.0)
+  chain = optimizer.make(name="sgd", learning_rate=RATE)
+  params = parameters(MODELS["tied"])
+  state = states.init_state(
+    mesh, MODELS["tied"], params, chain, with_reference=True, adapter=adapter
+  )
+  return {name: x.addressable_shards[0].data.size / x.size for name, x in state.params.items()}
+
+
 def samplers():
   """What samplers on one device, and on four with fewer lanes each than rollouts, draw for 5
   questions of 4 samples.
@@ -180,7 +194,7 @@ def programs():
       chunk=chunk or None,
     )
     text = step.lower(state, batch).compile().as_text()
-    packing = batching.Packing(length=24, rows=8, micro=3)
+    packing = Packing(length=24, rows=8, micro=3)
     found[f"chunk {chunk}"] = {
       "unexpected": compiled.unexpected(config, mesh.shape, packing, 6, text),
       "sent": [
@@ -203,6 +217,7 @@ def main(path):
     facts=json.dumps(facts),
     programs=json.dumps(programs()),
     samplers=json.dumps(samplers()),
+    adapters=json.dumps({name: adapter_shares(sizes) for name, sizes in ADAPTED.items()}),
     **arrays,
   )
 

@@ -8,6 +8,7 @@ import numpy as np
 from stratified import advantages
 from stratified.algorithms.grpo import Grpo, PolicyLossSettings
 from stratified.learner import batching
+from stratified.learner.packing import Packing
 from stratified.policy import decoder, weights
 from stratified.types import Call, Question, Segment, Trajectory, Turn
 
@@ -126,9 +127,7 @@ def collate(
     (np.arange(count) % 3 == 0).astype(np.float32).reshape(shape) if rewards is None else rewards
   )
   strata = (np.arange(count) % num_strata).reshape(shape) if strata is None else strata
-  packing = batching.Packing.for_rollouts(
-    count, length=length, rows=rows, mini_batches=mini_batches
-  )
+  packing = Packing.for_rollouts(count, length=length, rows=rows, mini_batches=mini_batches)
   if micro is not None:
     packing = dataclasses.replace(packing, micro=micro)
   return batching.collate(

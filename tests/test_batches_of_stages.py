@@ -15,6 +15,7 @@ from stratified.algorithms.pairs import Mined, Pair, PairSettings
 from stratified.algorithms.search_e1 import Distillation, DistillationSettings
 from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching
+from stratified.learner.packing import Packing
 from stratified.losses import DivergenceSettings
 from stratified.runs import examples, settings, stages
 from stratified.runs import pairs as pair_files
@@ -51,7 +52,7 @@ def source(loss="divergence", contrast=0.0, pairs=3, cycle=1, config=None, **cha
     PairSettings(contrast=contrast, num_questions=5, samples_per_question=3),
     GUIDE,
   )
-  packing = batching.Packing.for_rollouts(
+  packing = Packing.for_rollouts(
     pairs, length=64, teacher_length=96 if algorithm.teacher else 0, rows=pairs
   )
   stage = types.SimpleNamespace(
@@ -182,7 +183,7 @@ def test_rollouts_for_pairs_are_of_the_policy_that_the_stage_begins_with(monkeyp
 def test_reinforcement_keeps_the_rollouts_of_its_last_steps(monkeypatch):
   kept, config = [], settings.default_config()
   config.logging.trajectories_every = 0
-  packing = batching.Packing.for_rollouts(1, length=64, rows=1)
+  packing = Packing.for_rollouts(1, length=64, rows=1)
   stage = types.SimpleNamespace(name="r_1", cycle=1, num_steps=5, keeps=2)
   parts = types.SimpleNamespace(stage=stage, first=4, packing=packing)
   task = types.SimpleNamespace(row_at=lambda step: {})
@@ -206,7 +207,7 @@ def test_reinforcement_keeps_the_rollouts_of_its_last_steps(monkeypatch):
 
 
 def supervised(demonstrations, config, name="warm_start"):
-  packing = batching.Packing.for_rollouts(40, length=128, rows=8)
+  packing = Packing.for_rollouts(40, length=128, rows=8)
   stage = types.SimpleNamespace(algorithm=Supervised(name=name), name=name, cycle=0)
   parts = types.SimpleNamespace(stage=stage, packing=packing, first=0)
   task = types.SimpleNamespace(

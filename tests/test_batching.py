@@ -13,8 +13,9 @@ from stratified import advantages
 from stratified.algorithms.grpo import Grpo, PolicyLossSettings
 from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching
+from stratified.learner.packing import deal, first_fit, Packing
 
-PACKING = batching.Packing(length=8, rows=2, micro=2)
+PACKING = Packing(length=8, rows=2, micro=2)
 
 # Two questions with two rollouts each, of 7, 3, (lost) and 4 tokens. Longest first into rows of 8:
 # the first rollout fills row 0 but for one place, the fourth and the second share row 1.
@@ -81,7 +82,7 @@ def test_every_array_of_a_batch_made_by_hand():
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 20), max_size=30))
 def test_first_fit_loses_nothing_overfills_nothing_and_opens_a_bin_only_when_it_must(lengths):
-  bins = batching.first_fit(lengths, 20)
+  bins = first_fit(lengths, 20)
   assert sorted(item for items in bins for item in items) == list(range(len(lengths)))
   assert all(sum(lengths[item] for item in items) <= 20 for items in bins)
   order = [item for items in bins for item in items]
@@ -106,7 +107,7 @@ def test_first_fit_loses_nothing_overfills_nothing_and_opens_a_bin_only_when_it_
 def test_each_rollout_can_be_read_back_from_the_rows(questions, samples, rows, seed, lost):
   groups = random_groups(questions, samples, seed=seed)
   groups[0][:lost] = [dataclasses.replace(t, fault="lost") for t in groups[0][:lost]]
-  packing = batching.Packing.for_rollouts(questions * samples, length=20, rows=rows)
+  packing = Packing.for_rollouts(questions * samples, length=20, rows=rows)
   zeros = np.zeros((questions, samples), int)
   batch = collate(groups, packing, zeros, zeros)
   assert batch.token_art.shape == (-(-questions * samples // rows), rows, 20)
@@ -154,14 +155,12 @@ def test_padding_share_counts_only_the_micro_batches_that_run():
 
 
 def test_for_rollouts_has_room_for_rollouts_that_fill_a_row_each():
-  assert batching.Packing.for_rollouts(9, length=8, rows=4) == batching.Packing(
-    length=8, rows=4, micro=3
-  )
+  assert Packing.for_rollouts(9, length=8, rows=4) == Packing(length=8, rows=4, micro=3)
   full = [
     [trajectory(("prompt", [1] * 4), ("policy", [2] * 4)) for _ in range(3)] for _ in range(3)
   ]
   zeros = np.zeros((3, 3), int)
-  batch = collate(full, batching.Packing.for_rollouts(9, length=8, rows=4), zeros, zeros)
+  batch = collate(full, Packing.for_rollouts(9, length=8, rows=4), zeros, zeros)
   assert batch.first_m[-1] == 3 and batching.num_tokens(batch) == 72
 
 
@@ -181,7 +180,7 @@ def test_mini_batches_are_packed_apart_by_questions_in_their_order():
   groups = [[trajectory(("prompt", [q + 1]), ("policy", [9] * (q + 1)), sample=k) for k in range(2)]
             for q in range(4)]  # fmt: skip
   zeros = np.zeros((4, 2), int)
-  packing = batching.Packing.for_rollouts(8, length=8, rows=2, mini_batches=2)
+  packing = Packing.for_rollouts(8, length=8, rows=2, mini_batches=2)
   assert packing.micro == 4
   batch = collate(groups, packing, zeros, zeros)
   assert batch.first_m.tolist() == [0, 1, 3]
@@ -201,7 +200,7 @@ def test_streams_of_another_length_than_the_rollout_are_refused():
 
 
 def test_a_batch_without_rollouts_has_the_shapes_of_one_with_them(mesh):
-  packing = batching.Packing(length=8, rows=2, micro=2)
+  packing = Packing(length=8, rows=2, micro=2)
   described = batching.abstract(mesh, packing, Supervised(0.5), 2, 2)
   made = batching.place(mesh, collate(packing=packing, algorithm=Supervised(0.5)))
   for one, other in zip(jax.tree.leaves(described), jax.tree.leaves(made), strict=True):
@@ -220,13 +219,10 @@ def test_a_batch_without_rollouts_has_the_shapes_of_one_with_them(mesh):
     ),
     (dict(rewards=((1e20, 0), (0, 1))), r"rollout 0 of question 'q' has the reward 1e\+20"),
     (
-      dict(packing=batching.Packing(length=6, rows=2, micro=2)),
+      dict(packing=Packing(length=6, rows=2, micro=2)),
       r"a rollout of 7 tokens.*row of 6.*rollout\.max_tokens",
     ),
-    (
-      dict(packing=batching.Packing(length=8, rows=1, micro=1)),
-      r"2 rows are needed, 1 are planned",
-    ),
+    (dict(packing=Packing(length=8, rows=1, micro=1)), r"2 rows are needed, 1 are planned"),
   ],
 )
 def test_what_does_not_fit_is_refused_in_words(changes, sentence):
@@ -256,7 +252,7 @@ def search_lengths(count=2048, seed=0):
 
 def test_padding_of_search_rollouts_in_rows_of_4096_is_under_five_percent():
   lengths = search_lengths()
-  bins = batching.first_fit(lengths, 4096)
+  bins = first_fit(lengths, 4096)
   for rows in (8, 16, 32):
     assert 1 - sum(lengths) / (-(-len(bins) // rows) * rows * 4096) < 0.05, rows
 
@@ -265,9 +261,9 @@ def test_padding_of_search_rollouts_in_rows_of_4096_is_under_five_percent():
 def test_micro_batches_give_every_data_shard_like_numbers_of_tokens(rows):
   """Within a hundredth but in the last one, whose bins are those that are left: there no shard has
   one row more than another."""
-  lengths, packing = search_lengths(), batching.Packing(length=4096, rows=rows, micro=0, shards=8)
-  bins = batching.first_fit(lengths, 4096)
-  dealt = batching.deal(bins, lengths, packing)
+  lengths, packing = search_lengths(), Packing(length=4096, rows=rows, micro=0, shards=8)
+  bins = first_fit(lengths, 4096)
+  dealt = deal(bins, lengths, packing)
   assert sorted(items for items in dealt if items) == sorted(bins)
   by_shard = lambda size: (
     np.array([size(items) for items in dealt]).reshape(-1, 8, rows // 8).sum(-1)

@@ -5,23 +5,23 @@ import os
 import subprocess
 import sys
 
+import programs
 import pytest
 from test_train import ROOT, SETTINGS
 
 
-def check(*flags, **changes):
+def command(*flags, **changes):
   settings = [
     f"--config.{name}={value}"
     for name, value in (SETTINGS | {"packing.rows": 4, "mesh.data": 2} | changes).items()
   ]
+  return ["experiments/compile_check.py", "--config=configs/search_r1.py:tiny", *settings, *flags]
+
+
+def check(*flags, **changes):
+  """In a process of its own, which has as many devices as the topology."""
   return subprocess.run(
-    [
-      sys.executable,
-      "experiments/compile_check.py",
-      "--config=configs/search_r1.py:tiny",
-      *settings,
-      *flags,
-    ],
+    [sys.executable, *command(*flags, **changes)],
     cwd=ROOT,
     capture_output=True,
     text=True,
@@ -59,16 +59,23 @@ def test_a_report_names_memory_collectives_and_nothing_unexpected(tmp_path):
     (["--topology=v9:2x2"], {}, "--topology=v9:2x2 is unknown; write v5e:4x4"),
     (["--topology=cpu:1"], {}, "needs 2 devices, 1 are here"),
     (
-      ["--topology=cpu:2", "--tokens=4000"],
-      {},
+      ["--topology=cpu:1", "--tokens=4000"],
+      {"mesh.data": 1},
       "--tokens=4000 is more than rollout.max_tokens=128",
     ),
     (["--topology=cpu:2"], {"policy.dtype": "int8"}, "policy.dtype='int8' is unknown"),
-    (["--topology=cpu:2"], {"packing.rows": 3}, "packing.rows=3 can't be split over 2 devices"),
   ],
 )
 def test_what_can_not_run_is_refused_in_words_before_compiling(flags, changes, sentence):
-  done = check(*flags, **changes)
+  refused(programs.run(*command(*flags, **changes)), sentence)
+
+
+def test_rows_that_two_devices_can_not_share_are_refused():
+  done = check("--topology=cpu:2", **{"packing.rows": 3})
+  refused(done, "packing.rows=3 can't be split over 2 devices")
+
+
+def refused(done, sentence):
   assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, (
     done.stderr[-2000:]
   )

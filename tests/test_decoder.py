@@ -18,7 +18,7 @@ TOLERANCE = 1e-5  # of the logits' scale; 1e-4 is the project's bound, float32 l
 FAMILIES = sorted(small_models.FAMILIES)
 
 # Lengths of the segments of each packed row; what is left of ROW_LENGTH is padding.
-ROWS = ((7, 1, 9), (20,), (5, 12, 3))
+ROWS = ((7, 1, 9), (20,), (5, 12, 3), (24,))
 ROW_LENGTH = 24
 
 
@@ -85,7 +85,7 @@ def test_a_hidden_state_depends_on_the_earlier_tokens_of_its_own_segment_and_on_
   """d hidden[r, t] / d embedding is exactly zero but at s <= t of the same segment, and not zero
   there."""
   config, params = loaded("qwen3", attention=implementation)
-  _, position, segment, _ = packed_rows(ROWS[:1] + ROWS[2:])
+  _, position, segment, _ = packed_rows(ROWS[:1] + ROWS[2:3])
   token = np.arange(segment.size).reshape(segment.shape)  # a token of its own at each place
   weight = np.random.default_rng(1).normal(size=config.width).astype(np.float32)
 
@@ -188,9 +188,9 @@ def extended(config, layers, token, position, cache, lane=None):
 @functools.cache
 def lanes_and_truth(family):
   config, params = loaded(family)
-  token, position, segment, _ = packed_rows([(n + 3,) for n in PROMPTS], LENGTH, seed=3)
-  truth = np.asarray(packed_logits(config, params, token, position, segment))
-  return config, decoder.unstack(config, params), token, truth
+  token, position, segment, _ = packed_rows([(n + 3,) for n in PROMPTS], seed=3)
+  truth = np.asarray(packed_logits(config, params, token, position, segment))[:, :LENGTH]
+  return config, decoder.unstack(config, params), token[:, :LENGTH], truth
 
 
 def feed(config, layers, cache, token, begin, end, width, lane=None):
@@ -228,16 +228,19 @@ def test_greedy_tokens_are_those_that_transformers_generates(family):
   """Prompts longer than the window, so that it moves; by the cache, one token at a time."""
   config, layers, token, _ = lanes_and_truth(family)
   prompt = token[:1, :9]
+  lanes = np.repeat(token[:1], 4, axis=0)  # four alike, as the test above has compiled them
   net = small_models.model(family)
   expected = net.generate(
     torch.tensor(prompt), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
   ).numpy()[0, 9:]
-  cache = decoder.empty_cache(config, 1, LENGTH)
-  found, cache = extended(config, layers, prompt, np.arange(9)[None], cache)
-  tokens = [int(found[0, -1].argmax())]
+  cache = decoder.empty_cache(config, 4, LENGTH)
+  for begin, end in ((0, 5), (5, 9)):
+    found, cache = feed(config, layers, cache, lanes, [begin] * 4, [end] * 4, 5)
+  tokens = [int(found[0, 3].argmax())]
   for at in range(9, 18):
-    found, cache = extended(config, layers, np.array([[tokens[-1]]]), np.array([[at]]), cache)
-    tokens.append(int(found[0, -1].argmax()))
+    lanes[:, at] = tokens[-1]
+    found, cache = feed(config, layers, cache, lanes, [at] * 4, [at + 1] * 4, 1)
+    tokens.append(int(found[0, 0].argmax()))
   assert tokens == expected.tolist()
 
 

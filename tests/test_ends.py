@@ -8,7 +8,7 @@ from test_tool_calls import QUESTION, WIDE
 from test_tool_calls import Tokenizer as Bytes
 from tokenizers import processors
 
-from stratified.agents import agent, tags
+from stratified.agents import agent, rollout_setting, tags
 from stratified.data import tokenizer as tokenizers_
 from stratified.sampling.in_process import JaxSampler, SamplerConfig
 from stratified.sampling.interface import Request
@@ -34,8 +34,8 @@ def saved(folder, *, begins: bool, ends=None):
 @pytest.mark.parametrize("template", ["Question: {question}", BEGIN + "Question: {question}"])
 def test_what_the_tokenizer_prepends_stands_once_at_the_beginning(tmp_path, begins, template):
   made = saved(tmp_path, begins=begins)
-  setting = agent.Setting.of(made, tags.Tags(template), WIDE)
-  (pieces,) = agent.prompt_pieces(setting, "who a?")
+  setting = rollout_setting.Setting.of(made, tags.Tags(template), WIDE)
+  (pieces,) = rollout_setting.prompt_pieces(setting, "who a?")
   begin = made.backend.token_to_id(BEGIN)
   expected = 1 if begins or template.startswith(BEGIN) else 0
   assert pieces.count(begin) == expected and (pieces[0] == begin) == bool(expected)
@@ -80,7 +80,7 @@ def test_the_agent_takes_each_of_them_for_the_end_of_a_turn():
   class Other(Bytes):
     other_ends = (Bytes.control["<|im_start|>"],)
 
-  setting = agent.Setting.of(Other(), tags.Tags("{question}"), WIDE)
+  setting = rollout_setting.Setting.of(Other(), tags.Tags("{question}"), WIDE)
   one = agent.Agent(setting, QUESTION, (0, 0, 0), (1,))
   assert one.decode((*b"hm", Other.other_ends[0])) == "hm" and one.decode(tuple(b"hm")) == "hm"
   with pytest.raises(agent.Fault, match="the end-of-text token"):

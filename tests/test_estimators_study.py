@@ -11,6 +11,7 @@ import pytest
 
 from experiments.studies import bandits
 from experiments.studies import estimators_study as study
+from experiments.studies import estimators_tables as tables
 from stratified.advantages import theory
 
 PAGE = pathlib.Path(study.__file__).parent / "ESTIMATORS.md"
@@ -89,29 +90,29 @@ def test_with_shared_parameters_san_keeps_the_mean_logit_of_a_stratum_and_gn_doe
 
 
 def test_simulations_agree_with_the_closed_forms():
-  for p_s, q_s in study.SHARES.values():
+  for p_s, q_s in tables.SHARES.values():
     exact = [
       *(theory.expected_zero_share(name, p_s, q_s, 8) for name in ("san", "gn")),
       theory.expected_singleton_share(p_s, 8),
     ]
-    for seen, expected in zip(study.simulated_shares(p_s, q_s, 4000), exact):
+    for seen, expected in zip(tables.simulated_shares(p_s, q_s, 4000), exact):
       assert abs(seen.mean() - expected) < 5 * seen.std() / np.sqrt(seen.size)
-  for name, q in study.ATTENUATED:
-    seen = np.asarray(study.simulated_attenuation(name, 0.2, q or 0.3, jax.random.key(0), 4000))
+  for name, q in tables.ATTENUATED:
+    seen = np.asarray(tables.simulated_attenuation(name, 0.2, q or 0.3, jax.random.key(0), 4000))
     assert abs(seen.mean() - theory.attenuation(name, 0.2, 8, q)) < 5 * seen.std() / np.sqrt(
       seen.size
     )
 
 
 def test_tables_have_a_row_for_each_estimator_and_figures_are_xml(trained):
-  tables = [
-    study.reward_table(trained, "better", 0.2),
-    study.inside_table(trained),
-    study.speed_table(trained),
-    study.start_table(trained),
-    study.luck_table(trained),
+  made = [
+    tables.reward_table(trained, "better", 0.2),
+    tables.inside_table(trained),
+    tables.speed_table(trained),
+    tables.start_table(trained),
+    tables.luck_table(trained),
   ]
-  for table in tables:
+  for table in made:
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(trained)
     assert len({line.count("|") for line in table.splitlines()}) == 1 and "nan" not in table
   for figure in (
@@ -124,10 +125,10 @@ def test_tables_have_a_row_for_each_estimator_and_figures_are_xml(trained):
 
 def test_steps_until_reads_the_first_step_and_says_never():
   reached = np.zeros((10, 50), bool)
-  assert study.steps_until(reached) == "never"
+  assert tables.steps_until(reached) == "never"
   for seed in range(9):
     reached[seed, 10 + seed] = True
-  assert study.steps_until(reached) == "14 (10 to 18)"
+  assert tables.steps_until(reached) == "14 (10 to 18)"
 
 
 def test_the_page_is_refused_when_its_blocks_are_not_the_tables():
@@ -141,12 +142,12 @@ def test_the_page_is_refused_when_its_blocks_are_not_the_tables():
 
 def test_the_committed_page_holds_the_closed_forms_and_every_figure_that_it_shows():
   page = PAGE.read_text(encoding="utf-8")
-  for title, (p_s, q_s) in study.SHARES.items():
+  for title, (p_s, q_s) in tables.SHARES.items():
     row = next(line for line in page.splitlines() if line.startswith(f"| {title} |"))
     assert f"{theory.expected_zero_share('san', p_s, q_s, 8):.3f} (" in row
-  for p in study.PROBABILITIES:
+  for p in tables.PROBABILITIES:
     row = next(line for line in page.splitlines() if line.startswith(f"| {p:.2f} |"))
-    for name, q in study.ATTENUATED:
+    for name, q in tables.ATTENUATED:
       assert f"{theory.attenuation(name, p, 8, q):.3f} (" in row
   shown = re.findall(r"\]\((figures/\w+\.svg)\)", page)
   assert len(shown) == 4

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from stratified.data import formats, prepare, readers
+from stratified.data import formats, prepare, readers, records
 from stratified.types import Question
 
 
@@ -403,7 +403,7 @@ PASSAGES = (
 
 
 def test_a_quotation_mark_left_open_joins_no_rows(tmp_path):
-  rows = list(formats.tsv_rows(PASSAGES.splitlines(keepends=True)))
+  rows = list(records.tsv_rows(PASSAGES.splitlines(keepends=True)))
   assert [fields[0] for _, fields in rows] == ["1", "2", "3", "4", "5"]
   assert rows[0][1] == ["1", '"He said so, and it went on.', "Open"]
   assert rows[2][1][1] == 'A 20" pipe and a 3" one'

@@ -22,6 +22,7 @@ from stratified.agents.baselines import named as methods
 from stratified.agents.baselines import search_o1
 from stratified.agents.limits import Limits
 from stratified.learner import batching
+from stratified.learner.packing import Packing
 from stratified.retrieval.corpus import Passage, RetrieverError
 from stratified.tools.search import Search
 from stratified.types import Question
@@ -499,7 +500,7 @@ def test_every_method_makes_trajectories_that_a_batch_can_hold(name):
   trajectory, _, _ = play(name, *turns, beside=["A city."])
   batch = batching.collate(
     [[trajectory]],
-    packing=batching.Packing(4096, 1, 1),
+    packing=Packing(4096, 1, 1),
     algorithm=family(),
     rewards=[[1.0]],
     strata=[[0]],

@@ -190,7 +190,7 @@ TEXT = strategies.text(max_size=24) | strategies.lists(
 ).map("".join)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(TEXT, strategies.lists(TEXT, max_size=4))
 def test_any_text(prediction, golden):
   agree(prediction, golden)

@@ -1,6 +1,7 @@
 """Neighbours of Search-E1: loss and gradient against float64 NumPy, one sequence at a time."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from stratified.algorithms.search_e1 import Distillation, DistillationSettings
 from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching, update
 from stratified.learner import state as states
+from stratified.learner.packing import Packing
 from stratified.losses import DivergenceSettings
 from stratified.policy import decoder
 from stratified.runs import build
@@ -25,11 +27,16 @@ from stratified.runs import build
 CONFIG = decoder_config(tied_embeddings=False)
 
 
+LONGEST = 48
+of_rows = jax.jit(functools.partial(decoder.hidden, CONFIG))
+
+
 def hidden(params, tokens):
-  """[T, D] of one sequence by itself."""
-  tokens = np.asarray(tokens)[None]
-  rows = np.arange(tokens.shape[1])[None], np.ones_like(tokens)
-  return np.asarray(decoder.hidden(CONFIG, params, tokens, *rows)[0], np.float64)
+  """[T, D] of one sequence by itself; what stands after its end changes nothing before it."""
+  row = np.zeros((1, LONGEST), int)
+  row[0, : len(tokens)] = tokens
+  found = of_rows(params, row, np.arange(LONGEST)[None], np.ones_like(row))
+  return np.asarray(found[0, : len(tokens)], np.float64)
 
 
 def log_softmax(z):
@@ -76,7 +83,7 @@ def policies():
 def step(mesh, algorithm, policies, groups, prompts=None, others=None):
   """(statistics, gradient in the student's output weight) of the compiled step."""
   student, teacher, _ = policies
-  packing = batching.Packing.for_rollouts(
+  packing = Packing.for_rollouts(
     len(groups), length=24, teacher_length=48 if prompts else 0, rows=2
   )
   zeros = np.zeros((len(groups), 1))

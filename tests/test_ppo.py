@@ -19,7 +19,7 @@ from stratified.algorithms.ppo import (
   Ppo,
   turn_starts,
 )
-from stratified.learner import batching, optimizer, trial, update
+from stratified.learner import batching, optimizer, outputs, trial, update
 from stratified.learner import state as states
 from stratified.policy import decoder
 from stratified.types import Call, Turn
@@ -303,7 +303,7 @@ def test_the_values_gradient_reaches_the_body_that_its_head_reads(body, reaches)
 
   def total(policy):
     x = decoder.hidden(CONFIG, policy, micro.token_art, micro.position_art, micro.segment_art)
-    return update._heads(CONFIG, critic, weights, x, micro)["value"].sum()
+    return outputs._heads(CONFIG, critic, weights, x, micro)["value"].sum()
 
   gradient = jax.jit(jax.grad(total))(params)
   assert (max(np.abs(x).max() for x in gradient.values()) > 0) == reaches

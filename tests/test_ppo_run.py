@@ -1,10 +1,10 @@
 """A smallest run of PPO with a critic of its own: its statistics live, a stop changes nothing."""
 
 import shutil
-import subprocess
 
 import pytest
-from test_train import command, ROOT, rows, without_times
+import test_train
+from test_train import rows, without_times
 
 PPO = {
   "algorithm.name": "ppo",
@@ -22,7 +22,7 @@ PPO = {
 
 
 def run(workdir):
-  done = subprocess.run(command(workdir, **PPO), cwd=ROOT, capture_output=True, text=True)
+  done = test_train.run(workdir, **PPO)
   assert done.returncode == 0, done.stderr[-3000:]
   return done.stdout
 

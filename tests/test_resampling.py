@@ -1,14 +1,13 @@
 """Groups without advantage give way to other questions; the reward's parts reach the estimator."""
 
 import dataclasses
-import subprocess
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_rollouts import collate, family, random_groups, trajectory
-from test_train import command, ROOT, rows
+from test_train import rows, run
 
 from stratified import advantages
 from stratified.advantages import AdvantageSettings
@@ -193,7 +192,7 @@ def test_a_run_resamples_and_says_so(tmp_path):
     "eval.questions": 1,
     "eval.every": 0,
   }
-  done = subprocess.run(command(tmp_path, **changes), cwd=ROOT, capture_output=True, text=True)
+  done = run(tmp_path, **changes)
   assert done.returncode == 0, done.stderr[-3000:]
   steps = [row for row in rows(tmp_path) if "reward/mean" in row]
   assert len(steps) == 4

@@ -1,6 +1,7 @@
 """Search-E1: stages, teachers and students in packed rows, the step against a float64 reference."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -14,9 +15,10 @@ from stratified.algorithms.pairs import PairSettings
 from stratified.algorithms.search_e1 import Distillation, DistillationSettings, Student
 from stratified.learner import batching, optimizer, update
 from stratified.learner import state as states
+from stratified.learner.packing import Packing
 from stratified.losses import DivergenceSettings
 from stratified.planning import compiled
-from stratified.policy import decoder, lora
+from stratified.policy import decoder, divergence, lora
 from stratified.runs import build, stage_parts
 from stratified.runs import pairs as pair_files
 from stratified.runs.stop import Unusable
@@ -45,7 +47,7 @@ def weighted(one, weights=None):
 
 
 def batch_of(groups, prompts, algorithm, *, length=24, teacher_length=48, rows=2):
-  packing = batching.Packing.for_rollouts(
+  packing = Packing.for_rollouts(
     len(groups), length=length, teacher_length=teacher_length, rows=rows
   )
   zeros = np.zeros((len(groups), 1))
@@ -114,11 +116,18 @@ def test_without_a_reference_both_passes_agree_and_nothing_moves(mesh, adapter):
   jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
+LONGEST = 48
+of_rows = jax.jit(functools.partial(decoder.hidden, CONFIG))
+
+
 def log_probs(params, tokens):
-  """[T, V] of the next token after each, of one sequence by itself."""
-  tokens = np.asarray(tokens)[None]
-  rows = np.arange(tokens.shape[1])[None], np.ones_like(tokens)
-  x = decoder.hidden(CONFIG, params, tokens, *rows)
+  """[T, V] of the next token after each, of one sequence by itself.
+
+  What stands after its end changes nothing before it.
+  """
+  row = np.zeros((1, LONGEST), int)
+  row[0, : len(tokens)] = tokens
+  x = of_rows(params, row, np.arange(LONGEST)[None], np.ones_like(row))[:, : len(tokens)]
   z = np.asarray(x[0], np.float64) @ np.asarray(decoder.output_weight(CONFIG, params), np.float64).T
   z -= z.max(-1, keepdims=True)
   return z - np.log(np.exp(z).sum(-1, keepdims=True))
@@ -250,7 +259,7 @@ def test_what_a_teacher_is_reaches_the_step(field, monkeypatch):
     raise Traced
 
   stage_parts.shared_update.cache_clear()  # what was traced before would not be traced again
-  monkeypatch.setattr(update.divergence, "token_divergence", spy)
+  monkeypatch.setattr(divergence, "token_divergence", spy)
   monkeypatch.setattr(update, "_follow", lambda teacher, state: seen.append(teacher) or state)
   config = config_of(**{field: CHANGES[field]})
   plan = compiled.Plan(stages_of(config), None, 100.0, stages_of(config).stages[2])

@@ -5,6 +5,7 @@ or handed to the wrong part, fails here.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +138,12 @@ def rollouts():
 
 def numbers(changes) -> np.ndarray:
   """Loss and gradient of the config's method in the outputs of a fixed batch, at step 1."""
-  config = config_of(changes)
+  return numbers_of(tuple(sorted(changes.items())))
+
+
+@functools.cache  # most cases change one field of the same config
+def numbers_of(changes) -> np.ndarray:
+  config = config_of(dict(changes))
   algorithm = build.algorithm(config, num_strata=4)
   rng = np.random.default_rng(3)
   batch = collate(

@@ -27,6 +27,7 @@ from stratified import advantages, sharding
 from stratified.algorithms.grpo import Grpo, PolicyLossSettings
 from stratified.learner import batching, optimizer, update
 from stratified.learner import state as states
+from stratified.learner.packing import Packing
 from stratified.planning import costs
 from stratified.policy import attention, decoder, sizes
 from stratified.sampling import lane_programs
@@ -87,7 +88,7 @@ def measure_update(model: decoder.DecoderConfig, a) -> dict[str, float]:
   algorithm = Grpo(
     advantages.AdvantageSettings(), PolicyLossSettings(), num_strata=STRATA, max_tokens=a.length
   )
-  packing = batching.Packing.for_rollouts(len(groups) * SAMPLES, length=a.length, rows=a.rows)
+  packing = Packing.for_rollouts(len(groups) * SAMPLES, length=a.length, rows=a.rows)
   rewards = np.random.default_rng(1).integers(0, 2, (len(groups), SAMPLES)).astype(np.float32)
   strata = [[min(len(t.segments) // 2 - 1, STRATA - 1) for t in group] for group in groups]
   batch = batching.place(

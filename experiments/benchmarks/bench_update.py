@@ -32,6 +32,7 @@ from stratified.algorithms.supervised import Supervised
 from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
 from stratified.learner import state as states
+from stratified.learner.packing import Packing
 from stratified.runs import build, surroundings
 from stratified.types import Question, Segment, Trajectory
 
@@ -92,7 +93,7 @@ class Ours:
 
   def __init__(self, config, model, params, rollouts, a):
     mesh, optimizer = build.mesh_of(config), optimizers.make(learning_rate=LEARNING_RATE)
-    packing = batching.Packing.for_rollouts(len(rollouts), length=a.length, rows=a.rows)
+    packing = Packing.for_rollouts(len(rollouts), length=a.length, rows=a.rows)
     zeros = np.zeros((len(rollouts), 1), np.int32)
     batch = batching.collate(
       [[trajectory(*r)] for r in rollouts],

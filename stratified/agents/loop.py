@@ -11,7 +11,7 @@ does not depend on the clock.
 
 from collections.abc import Callable, Sequence
 
-from stratified.agents import agent
+from stratified.agents import agent, rollout_setting
 from stratified.agents.limits import Limits
 from stratified.agents.tags import Tags
 from stratified.sampling.interface import Request, Sampler
@@ -71,14 +71,16 @@ def collect(
   if samples_per_question < 1:
     raise ValueError(f"samples_per_question is {samples_per_question}; it must be at least 1")
   version = step if weight_version is None else weight_version
-  setting = agent.Setting.of(tokenizer, protocol, limits, version, _remember(tokenizer.encode))
+  setting = rollout_setting.Setting.of(
+    tokenizer, protocol, limits, version, _remember(tokenizer.encode)
+  )
   by_name = {tool.name: tool for tool in tools}
   if set(protocol.tools) - by_name.keys():
     raise ValueError(
       f"the protocol lets the policy call {', '.join(protocol.tools)}, but the tools are "
       f"{', '.join(by_name) or 'none'}; give it the tools that it names"
     )
-  agent.check(setting)
+  rollout_setting.check(setting)
   indices = list(range(len(questions)) if indices is None else indices)
   if len(set(indices)) != len(questions) or len(indices) != len(questions):
     raise ValueError(
@@ -123,8 +125,8 @@ def _start(numbered, samples, step, setting, ended) -> dict[Key, agent.Rollout]:
   rollouts, lost, faults = {}, {}, []
   run = getattr(setting.protocol, "rollout", None) or agent.run
   for q, question in numbered:
-    pieces = agent.prompt_pieces(setting, question.text)
-    prompt_ids, fault = pieces[0], agent.prompt_fault(setting, pieces)
+    pieces = rollout_setting.prompt_pieces(setting, question.text)
+    prompt_ids, fault = pieces[0], rollout_setting.prompt_fault(setting, pieces)
     if fault:
       faults.append(f"question {question.id!r}: {fault}")
     for k in range(samples):

@@ -10,7 +10,7 @@ from typing import Any
 import zlib
 
 from stratified import files
-from stratified.data import formats
+from stratified.data import records
 from stratified.retrieval.corpus import id_field, read_jsonl, string_field
 
 # Of the sets themselves, whoever passes the file on; "unclear" where their makers do not say.
@@ -169,8 +169,8 @@ def _passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
 
 def _tsv_passages(source: pathlib.Path) -> Iterator[tuple[str, str, str]]:
   try:
-    with formats.open_text(source) as file:
-      rows = formats.tsv_rows(file)
+    with records.open_text(source) as file:
+      rows = records.tsv_rows(file)
       _, header = next(rows, (0, None))
       if header is None:
         return

@@ -10,6 +10,7 @@ import numpy as np
 from stratified import made_up
 from stratified.algorithms.base import Algorithm, Critic, Outputs
 from stratified.learner import batching, optimizer
+from stratified.learner.packing import Packing
 from stratified.losses import AGGREGATIONS
 from stratified.policy import heads
 from stratified.types import Batch
@@ -66,7 +67,7 @@ def _batch(algorithm: Algorithm, samples: int) -> Batch:
   return batching.collate(
     [made_up.rollouts(samples)],
     # with padding at the end of each row
-    packing=batching.Packing.for_rollouts(samples, length=made_up.LONGEST + 2, rows=samples),
+    packing=Packing.for_rollouts(samples, length=made_up.LONGEST + 2, rows=samples),
     algorithm=algorithm,
     rewards=[[float(k % 2) for k in range(samples)]],
     strata=[[k % NUM_STRATA for k in range(samples)]],

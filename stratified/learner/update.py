@@ -20,8 +20,9 @@ from stratified import losses, sharding
 from stratified.advantages import theory
 from stratified.algorithms.base import Algorithm, Loss, Outputs
 from stratified.config import setting, Settings
+from stratified.learner import outputs as outputs_of
 from stratified.learner import state as states
-from stratified.policy import decoder, divergence, heads, log_probs, lora
+from stratified.policy import decoder, lora
 from stratified.types import Batch, TrainState
 
 
@@ -68,11 +69,10 @@ def make_update(
     a float32 scalar: the mean over the step's updates, `update/skipped` their sum.
   """
   if algorithm.teacher:
-    forward = functools.partial(_compare, model, adapter, algorithm.teacher, chunk)
+    forward = functools.partial(outputs_of.compare, model, adapter, algorithm.teacher, chunk)
   else:
-    forward = functools.partial(
-      _forward, model, adapter, algorithm.critic, temperature, chunk, algorithm.learns_entropy
-    )
+    fixed = model, adapter, algorithm.critic, temperature, chunk, algorithm.learns_entropy
+    forward = functools.partial(outputs_of.forward, *fixed)
   alone_steps = algorithm.critic.alone_steps if algorithm.critic else 0
   several = settings.epochs * settings.mini_batches > 1
 
@@ -133,63 +133,6 @@ def _diagnostics(batch: Batch, advantage_qk, num_strata: int, eps: float) -> dic
   )
 
 
-def _forward(
-  model, adapter, critic, temperature, chunk, learns_entropy, trained, reference, micro, *,
-  reference_logp=None,
-):  # fmt: skip
-  """The Outputs on a micro-batch; `reference_logp` where it is known already."""
-
-  def log_probs_of(params):
-    x = decoder.hidden(model, params, micro.token_art, micro.position_art, micro.segment_art)
-    return x, *log_probs.token_log_probs(
-      model, params, x, micro.token_art, temperature=temperature, chunk=chunk,
-      entropy_gradient=learns_entropy,
-    )  # fmt: skip
-
-  params = trained["policy"] if critic else trained
-  params = lora.join(adapter, reference, params) if adapter else params
-  x, logp, entropy = log_probs_of(params)
-  extra = _heads(model, critic, trained["critic"], x, micro) if critic else {}
-  if reference_logp is None and reference is not None:
-    reference_logp = jax.lax.stop_gradient(log_probs_of(reference)[1])
-  return Outputs(logp, entropy, reference_logp, extra)
-
-
-def _heads(model, critic, weights, x_policy, micro) -> dict[str, Any]:
-  """The outputs of the critic's heads at each token, read off what stands before it."""
-  x = x_policy
-  if critic.body == "own":
-    x = decoder.hidden(model, weights, micro.token_art, micro.position_art, micro.segment_art)
-  return {name: _of_next(heads.outputs(weights, name, x)) for name in critic.heads}
-
-
-def _compare(model, adapter, teacher, chunk, params, reference, micro, *, reference_logp=None):
-  """Outputs with the divergence between the teacher's and the policy's next tokens alone.
-
-  The teacher reads rows of its own; its hidden states are brought to where the policy's token
-  stands, so that both lie before the same next token. Logits are linear in hidden states, so a
-  contrast of logits is one of hidden states.
-  """
-  own = lora.join(adapter, reference, params) if adapter else params
-  theirs = jax.lax.stop_gradient(own if teacher.weights == "current" else reference)
-  alone = micro.token_art, micro.position_art, micro.segment_art
-
-  def read(kind):
-    names = ("token", "position", "segment")
-    x = decoder.hidden(model, theirs, *(micro.teacher_art[kind + name] for name in names))
-    before = jnp.maximum(log_probs.shifted(micro.teacher_art[kind + "at"], -1) - 1, 0)
-    return sharding.take_in_rows(x, before)
-
-  x_teacher = read("")
-  if teacher.contrast:
-    x_teacher += teacher.contrast * (decoder.hidden(model, theirs, *alone) - read("other_"))
-  x = decoder.hidden(model, own, *alone)
-  between = divergence.token_divergence(
-    model, own, theirs, x, x_teacher, settings=teacher.settings, chunk=chunk
-  )
-  return Outputs(None, None, None, {}, between)
-
-
 def _follow(teacher, state: TrainState) -> TrainState:
   """Moves a teacher's weights towards the policy's where they follow it."""
   if not teacher or teacher.weights != "ema":
@@ -197,12 +140,6 @@ def _follow(teacher, state: TrainState) -> TrainState:
   keep = teacher.decay
   mix = lambda old, new: (keep * old + (1 - keep) * new).astype(old.dtype)
   return state._replace(reference=jax.tree.map(mix, state.reference, state.params))
-
-
-def _of_next(head_rtn):
-  """A head's outputs [R, T, N] at the token that follows, [R, T] where N is 1."""
-  shifted = jax.vmap(lambda x_rt: log_probs.shifted(x_rt, 1), in_axes=-1, out_axes=-1)
-  return log_probs.shifted(head_rtn[..., 0], 1) if head_rtn.shape[-1] == 1 else shifted(head_rtn)
 
 
 def _every_micro(forward, state: TrainState, batch: Batch) -> Outputs:

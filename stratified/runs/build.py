@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from stratified import algorithms, rewards, sharding, strata
-from stratified.agents import agent
+from stratified.agents import rollout_setting
 from stratified.algorithms import AlgorithmSettings
 from stratified.algorithms.base import Algorithm
 from stratified.config import read, Rule
@@ -209,11 +209,11 @@ def open_task(config) -> base.Task:
   keep to.
   """
   task = named.make(config)
-  setting = agent.Setting.of(task.tokenizer, task.protocol, task.limits)
-  agent.check(setting)
+  setting = rollout_setting.Setting.of(task.tokenizer, task.protocol, task.limits)
+  rollout_setting.check(setting)
   task = dataclasses.replace(task, held_out=functools.cache(task.held_out))
   check_task.check(config, task)
-  agent.check_prompts(setting, task.questions_at(0))
+  rollout_setting.check_prompts(setting, task.questions_at(0))
   return check_task.watched(config, task)
 
 

@@ -11,8 +11,8 @@ from stratified import config as configs
 from stratified.algorithms import AlgorithmSettings
 from stratified.config import setting, Settings
 from stratified.learner import optimizer
-from stratified.learner.batching import PackingSettings
 from stratified.learner.optimizer import OptimizerSettings
+from stratified.learner.packing import PackingSettings
 from stratified.learner.update import UpdateSettings
 from stratified.policy.lora import LoraSettings
 from stratified.policy.settings import PolicySettings

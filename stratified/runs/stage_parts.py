@@ -12,8 +12,9 @@ from typing import Any
 from stratified.algorithms.base import Algorithm, Critic, Stage
 from stratified.algorithms.supervised import Supervised
 from stratified.config import read
-from stratified.learner import batching, update
 from stratified.learner import optimizer as optimizers
+from stratified.learner import update
+from stratified.learner.packing import Packing
 from stratified.policy import lora
 from stratified.runs import refusals, settings
 
@@ -30,7 +31,7 @@ class StageParts:
   first: int
   rollouts: int
   optimizer: Any
-  packing: batching.Packing
+  packing: Packing
   learn: update.OnMesh
   adapter: lora.LoraConfig | None = None
 
@@ -180,10 +181,10 @@ def update_of(mesh, model, chain, method: Algorithm, **options) -> update.OnMesh
   return shared_update(mesh, model, chain, method, **options)
 
 
-def packing(config, mesh, count: int | None = None, mini_batches: int = 1) -> batching.Packing:
+def packing(config, mesh, count: int | None = None, mini_batches: int = 1) -> Packing:
   """Plans the shapes of a step's batch: of `count` rollouts, or of a training step's."""
   shards = mesh.shape["data"] * mesh.shape["fsdp"]
-  return batching.Packing.for_rollouts(
+  return Packing.for_rollouts(
     count or config.data.questions_per_step * config.rollout.samples_per_question,
     length=config.packing.row_length,
     rows=config.packing.rows or shards,

@@ -1,7 +1,8 @@
 """Answers at once, without a search: directly, or after reasoning (arXiv 2201.11903)."""
 
-from stratified.agents.agent import Agent, Rollout, Setting
+from stratified.agents.agent import Agent, Rollout
 from stratified.agents.baselines.moves import answer, answering, Key
+from stratified.agents.rollout_setting import Setting
 from stratified.types import Question
 
 DIRECT = """\

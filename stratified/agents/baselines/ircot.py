@@ -8,7 +8,7 @@ place of a second reader.
 
 import re
 
-from stratified.agents.agent import Agent, Rollout, Setting, Turns
+from stratified.agents.agent import Agent, Rollout, Turns
 from stratified.agents.baselines.moves import (
   answer,
   answering,
@@ -19,6 +19,7 @@ from stratified.agents.baselines.moves import (
   room_before_answer,
 )
 from stratified.agents.limits import fit, smallest_observation
+from stratified.agents.rollout_setting import Setting
 from stratified.types import Question, Turn
 
 TAGS_IN_TEXT = re.compile(r"</?(?:think|search|answer|information)>")

@@ -6,8 +6,9 @@ between <answer> tags, so that one metric reads all methods.
 
 import functools
 
-from stratified.agents.agent import Agent, Fault, opening, prompt_pieces, Turns
+from stratified.agents.agent import Agent, Fault, Turns
 from stratified.agents.limits import fit, smallest_observation
+from stratified.agents.rollout_setting import opening, prompt_pieces
 from stratified.agents.tags import ANSWER, Tags
 from stratified.types import Turn
 

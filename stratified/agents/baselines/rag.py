@@ -1,6 +1,6 @@
 """Searches once, with the question, and answers from the passages (arXiv 2005.11401's task)."""
 
-from stratified.agents.agent import Agent, Rollout, Setting, Turns
+from stratified.agents.agent import Agent, Rollout, Turns
 from stratified.agents.baselines.moves import (
   answer,
   answering,
@@ -9,6 +9,7 @@ from stratified.agents.baselines.moves import (
   PORTUGAL,
   retrieve_into_prompt,
 )
+from stratified.agents.rollout_setting import Setting
 from stratified.types import Question
 
 RAG = """\

@@ -9,9 +9,10 @@ import dataclasses
 import functools
 import re
 
-from stratified.agents.agent import Agent, Calls, Fault, Rollout, Setting
+from stratified.agents.agent import Agent, Calls, Fault, Rollout
 from stratified.agents.baselines.moves import Key
 from stratified.agents.limits import fit
+from stratified.agents.rollout_setting import Setting
 from stratified.agents.tags import Information, neutralise, spelled_out, Tags
 from stratified.retrieval.corpus import Passage
 from stratified.types import Question
