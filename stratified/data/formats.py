@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 import csv
 import dataclasses
 import gzip
-import json
 import pathlib
 import re
 from typing import Any, NamedTuple
 
+from stratified import files
 from stratified.data import readers
 from stratified.retrieval.corpus import id_field, read_jsonl, string_field
 
@@ -228,7 +228,7 @@ def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
   except (UnicodeDecodeError, EOFError, OSError) as error:
     raise ValueError(f"{path}: not readable text ({error}); get it again") from error
   try:
-    found = json.loads(text)
+    found = files.parse(text)
   except ValueError as error:
     # JSON Lines that are called .json, as MuSiQue's mirrors are
     if text.lstrip().startswith("{") and "\n{" in text:
@@ -320,7 +320,7 @@ def _triviaqa(record: Record, where: str) -> Record:
 
 def _popqa(record: Record, where: str) -> Record:
   try:
-    answers = json.loads(record["possible_answers"])
+    answers = files.parse(record["possible_answers"])
   except (TypeError, ValueError) as error:
     raise ValueError(f'{where}, field "possible_answers": not a JSON list ({error})') from error
   return {
