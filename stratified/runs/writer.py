@@ -262,8 +262,8 @@ def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
       row = None
     if row is None and number < len(lines):
       raise ValueError(
-        f"{path}:{number} is no JSON object with a step, and only the last line can be half-written "
-        "by a killed run: repair or remove that line, or start in a new workdir"
+        f"{path}:{number} is no JSON object with a step, and only the last line can be "
+        "half-written by a killed run: repair or remove that line, or start in a new workdir"
       )
     if row is None or row.get("step", -1) > last["train"]:
       break
