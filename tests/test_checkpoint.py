@@ -205,6 +205,15 @@ def test_a_damaged_part_that_is_stored_once_is_named_and_the_rest_still_read(tmp
     assert step == 2
     assert_same_bits(found["params"], make_state(2, 400).params)
   assert {"1", "2"} <= set(os.listdir(tmp_path / "checkpoints"))  # they are not at fault
+  with checkpoint.Checkpointer(tmp_path, every=1, once=["reference"]) as checkpointer:
+    other = {"reference": lambda: make_state(5, 400).params}
+    with pytest.raises(ValueError, match="is damaged"):  # made again, but not the same
+      checkpointer.restore_latest(like, other)
+    right = {"reference": lambda: make_state(0, 400).params}
+    restored, step = checkpointer.restore_latest(like, right)
+    assert step == 2
+    assert_same_bits(restored, with_reference(2, 400))
+    assert checkpointer.restore_latest(like)[1] == 2  # it lies there again
 
 
 MESHES = """

@@ -231,6 +231,8 @@ def test_a_run_stopped_in_an_evaluation_makes_it_first_when_it_goes_on(
   assert "stopped at step 2 of 4 (reinforcement) and saved" in done.stdout
   assert [row["step"] for row in rows(workdir) if "eval/exact_match" in row] == [0]
   (workdir / "evaluation.json").write_text('{"step": 0, "se')  # a copy cut short
+  (reference,) = (workdir / "checkpoints").glob("reference.*")
+  shutil.rmtree(reference)  # it is made again, from what the warm start ended with
   done = run(workdir)
   assert done.returncode == 0, done.stderr[-3000:]
   assert "evaluation.json is not JSON" in done.stdout and "evaluation.json.damaged" in done.stdout

@@ -11,11 +11,11 @@ The content tells the format, never the name. Text is kept as it is but for whit
 
 from collections.abc import Iterator
 import dataclasses
-import json
 import pathlib
 import re
 from typing import NamedTuple
 
+from stratified import files
 from stratified.data import readers, records
 from stratified.data.records import Record
 from stratified.retrieval.corpus import id_field, string_field
@@ -184,7 +184,7 @@ def _triviaqa(record: Record, where: str) -> Record:
 
 def _popqa(record: Record, where: str) -> Record:
   try:
-    answers = json.loads(record["possible_answers"])
+    answers = files.parse(record["possible_answers"])
   except (TypeError, ValueError) as error:
     raise ValueError(f'{where}, field "possible_answers": not a JSON list ({error})') from error
   return {

@@ -271,7 +271,7 @@ def _last_user_message(prompt) -> str | None:
   if isinstance(prompt, str) and prompt.lstrip().startswith("["):
     try:
       prompt = json.loads(prompt)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
       return prompt  # plain text that happens to begin with a bracket
   if not isinstance(prompt, list):
     return prompt if isinstance(prompt, str) else None

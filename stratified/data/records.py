@@ -6,11 +6,11 @@ for where, record in read(path): ...    where: "FILE, line 3", for a sentence on
 from collections.abc import Iterable, Iterator
 import csv
 import gzip
-import json
 import pathlib
 import re
 from typing import Any
 
+from stratified import files
 from stratified.data import readers
 from stratified.retrieval.corpus import read_jsonl
 
@@ -130,7 +130,7 @@ def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
   except (UnicodeDecodeError, EOFError, OSError) as error:
     raise ValueError(f"{path}: not readable text ({error}); get it again") from error
   try:
-    found = json.loads(text)
+    found = files.parse(text)
   except ValueError as error:
     # JSON Lines that are called .json, as MuSiQue's mirrors are
     if text.lstrip().startswith("{") and "\n{" in text:

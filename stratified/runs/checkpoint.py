@@ -1,6 +1,6 @@
 """Saves and restores checkpoints of a run (Orbax), checked by the digest of each array."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 import os
@@ -117,7 +117,9 @@ class Checkpointer:
         step, args=ocp.args.StandardSave(state), force=True, custom_metadata=known
       )
 
-  def restore_latest(self, abstract_state: Any) -> tuple[Any, int] | None:
+  def restore_latest(
+    self, abstract_state: Any, remade: Mapping[str, Callable[[], Any]] = {}
+  ) -> tuple[Any, int] | None:
     """Restores (state, step) of the newest checkpoint that is good; None if there is none at all.
 
     Those after it are damaged: each is named in a printed sentence and moved to STEP.damaged.
@@ -125,6 +127,7 @@ class Checkpointer:
     Args:
       abstract_state: a tree of jax.ShapeDtypeStruct (see `abstract`); each leaf's sharding is where
         its array goes, whatever mesh it was saved from.
+      remade: {field: a function that makes it again}, for what is stored once.
 
     Raises:
       ValueError: the newest checkpoint has other arrays than `abstract_state` (all are named) or is
@@ -134,7 +137,12 @@ class Checkpointer:
     refused = {}
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
-        state = self._restore(step, abstract_state)
+        try:
+          state = self._restore(step, abstract_state)
+        except on_disk.Damaged as error:
+          if not unchanging.store_again(self._path, error, remade):
+            raise
+          state = self._restore(step, abstract_state)
       except (on_disk.Damaged, on_disk.Foreign) as error:
         refused[step] = error
         continue

@@ -156,7 +156,7 @@ def newest(seats: list[Seat]) -> tuple[int, tuple[TrainState, int] | None]:
   """Finds the stage to go on with: (its number, its (state, step) or None at the very start)."""
   for number, seat in reversed(list(enumerate(seats))):
     try:
-      found = seat.saved.restore_latest(seat.weights.abstract())
+      found = seat.saved.restore_latest(seat.weights.abstract(), seat.weights.remade())
       restored = seat.weights.resume(found)
     except (ValueError, FileNotFoundError) as error:  # it names what is damaged or differs
       raise Unusable(f"{error}") from error

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 import contextlib
 import hashlib
 import json
+import os
 import pathlib
+import shutil
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from stratified.learner import processes
 from stratified.runs import on_disk
 
 
@@ -23,13 +26,44 @@ def store(folder: pathlib.Path, field: str, tree: Any, digests: Mapping[str, str
 
   digests: those of the state's arrays, by dotted name.
   """
-  own = {name: text for name, text in digests.items() if name.startswith(f"{field}.")}
-  found = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
+  found = hash_of(field, digests)
   path = _path(folder, field, found)
   if not path.exists():
     with ocp.StandardCheckpointer() as writer:
       writer.save(path, tree, force=True)  # renamed into its place when it is whole
   return found
+
+
+def hash_of(field: str, digests: Mapping[str, str]) -> str:
+  """The hash that names a field, from its digests among those of the state."""
+  own = {name: text for name, text in digests.items() if name.startswith(f"{field}.")}
+  return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def store_again(folder: pathlib.Path, damage: on_disk.Damaged, remade: Mapping[str, Any]) -> bool:
+  """Replaces a damaged field by one made again, if it is the same bit for bit; says whether.
+
+  remade: {field: a function that makes it}.
+  """
+  field = getattr(damage, "field", None)
+  if field not in remade:
+    return False
+  tree = remade[field]()
+  digests = on_disk.digests({field: tree})
+  if hash_of(field, digests) != damage.found:
+    return False
+  path = _path(folder, field, damage.found)
+
+  def move():
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    if path.exists():
+      os.replace(path, aside)
+    print(f"{path} is damaged ({on_disk.reason(damage)}); it is made again", flush=True)
+
+  processes.first_then_all(move, f"damaged {path.name}")
+  store(folder, field, tree, digests)
+  return True
 
 
 def shapes(folder: pathlib.Path, hashes: Mapping[str, str]) -> dict[str, str]:
@@ -71,7 +105,11 @@ def _reading(folder: pathlib.Path, field: str, found: str):
   way_out = (
     "bring it back from a copy, or train in a new workdir; evaluate.py and export.py do without it"
   )
-  with on_disk.reading(path, way_out):
-    if not path.exists():
-      raise FileNotFoundError("it is gone")
-    yield path
+  try:
+    with on_disk.reading(path, way_out):
+      if not path.exists():
+        raise FileNotFoundError("it is gone")
+      yield path
+  except on_disk.Damaged as error:
+    error.field, error.found = field, found
+    raise

@@ -45,6 +45,7 @@ class LoggingSettings(Settings):
   )
 
 
+STEPS = ("step", "warm_start/step")
 TOKENS = ("run/sampled_tokens", "run/trained_tokens")
 _TRAJECTORY_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -266,10 +267,12 @@ def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
   kept = []
   for number, line in enumerate(lines, 1):
     row = files.parse_object(line)
+    if row is not None and not all(isinstance(row.get(key, 0), int) for key in STEPS):
+      row = None
     if row is None and number < len(lines):
       raise ValueError(
-        f"{path}:{number} is no JSON object, and only the last line can be half-written by a "
-        "killed run: repair or remove that line, or start in a new workdir"
+        f"{path}:{number} is no JSON object with a step, and only the last line can be "
+        "half-written by a killed run: repair or remove that line, or start in a new workdir"
       )
     if row is None or row.get("step", -1) > last["train"]:
       break
