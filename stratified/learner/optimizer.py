@@ -24,12 +24,6 @@ class OptimizerSettings(Settings):
   SECTION = "optimizer"
 
   name: str = setting("adamw", "the rule of an update", choices=NAMES, affects=("training",))
-  embedding_rate: float = setting(
-    1.0,
-    "muon: rate of all but matrices, which Adam updates, as a share of learning_rate",
-    above=0,
-    affects=("training", "warm_start"),
-  )
   learning_rate: float = setting(1e-6, "rate after the warm-up", above=0, affects=("training",))
   warmup_steps: int = setting(
     20,
@@ -62,6 +56,12 @@ class OptimizerSettings(Settings):
   )
   b2: float = setting(
     0.999, "decay of Adam's mean of their squares", low=0, high=LARGEST_DECAY, affects=("training",)
+  )
+  embedding_rate: float = setting(
+    1.0,
+    "muon: rate of all but matrices, which Adam updates, as a share of learning_rate",
+    above=0,
+    affects=("training", "warm_start"),
   )
 
 
