@@ -46,7 +46,7 @@ lint: $(TEST_DONE)
 	.venv/bin/ruff check .
 
 smollm2: $(DONE)
-	$(PIP) install --quiet "$$(grep '^gguf' requirements-test.txt)"
+	$(PIP) install --quiet "$$(grep -o 'gguf[^"]*' pyproject.toml)"
 	.venv/bin/python third_party/smollm2/fetch.py
 
 minilm: $(DONE)

@@ -102,6 +102,7 @@ def get_config(method: str = "grpo"):
 
 def _published(name: str, preset: str):
   config = search_r1.get_config(preset)
+  config.loss.filter_groups = False  # a method says itself whether it drops groups
   config.update_from_flattened_dict(PUBLISHED[name](preset))
   if config.retriever.noise_end:
     config.retriever.noise_steps = config.get_ref("num_steps")  # follows --config.num_steps

@@ -25,13 +25,12 @@ from ml_collections import config_flags
 
 from stratified import files
 from stratified.agents import loop
-from stratified.config import unaffected
 from stratified.evaluation import answers, coverage, paired, runner, tables
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, checkpoint, command_line, evaluations, held_out, settings
+from stratified.runs import build, checkpoint, command_line, evaluations, held_out
 from stratified.runs import samplers as servers
 from stratified.runs import workdir as workdirs
-from stratified.runs.stop import Stop
+from stratified.runs.stop import Early, Stop
 from stratified.runs.weights import of_stage
 from stratified.sampling.sglang.errors import SamplerError
 from stratified.tasks import base
@@ -84,7 +83,16 @@ class Asked:
 
 
 def main(_) -> None:
-  workdir, stop = pathlib.Path(_WORKDIR.value), Stop()
+  stop = Stop()
+  try:
+    run(stop)
+  except Early:
+    print("stopped before the first answer; the same command begins again", file=sys.stderr)
+    sys.exit(command_line.INTERRUPTED if stop.interrupted else 1)
+
+
+def run(stop: Stop) -> None:
+  workdir = pathlib.Path(_WORKDIR.value)
   try:
     config, stored = _config(workdir)
     if _STEP.value is not None and not stored:
@@ -94,7 +102,8 @@ def main(_) -> None:
     known = coverage.read(_COVERAGE.value) if _COVERAGE.value else None
     if _QUESTIONS.value > 0:
       config.eval.questions = _QUESTIONS.value
-    made = build.build(config)
+    with stop.at_once():
+      made = build.build(config)
     limits = base.limits(config, forced_searches=_FORCED.value)
     count = _QUESTIONS.value if _QUESTIONS.value < 0 else config.eval.questions
     sets = evaluations.question_sets(made.task, _SETS.value, None if count < 0 else count)
@@ -105,7 +114,8 @@ def main(_) -> None:
     sys.exit(f"{error}")
   build.enable_compilation_cache()
   try:
-    step, params = restore(made, workdir, _STEP.value) if stored else (None, None)
+    with stop.at_once():
+      step, params = restore(made, workdir, _STEP.value) if stored else (None, None)
   except ValueError as error:
     sys.exit(f"{error}")
   asked = Asked(made, sets, limits, step, known, others)
@@ -115,7 +125,8 @@ def main(_) -> None:
       folder = workdir / "evaluation" / _folder(step, temperature)
       kept = answers.Answers(folder, _settings(config, step, temperature))
       if params is None:
-        params = build.initial_params(config, made.model, made.mesh)
+        with stop.at_once():
+          params = build.initial_params(config, made.model, made.mesh)
       found = _evaluate(asked, params, temperature, kept, stop)
       rows += _write(workdir, folder, asked, found, temperature, several=len(temperatures) > 1)
     if len(temperatures) > 1:
@@ -226,34 +237,16 @@ def _config(workdir: pathlib.Path):
         "(fields that may change can be given, such as --config.retriever.url=URL), or name "
         "another --workdir"
       )
-    return evaluations.for_evaluation(_stored_config(stored)), True
+    given = {}
+    if _CONFIG.value is not None:
+      given = config_flags.get_override_values(flags.FLAGS["config"])
+    return evaluations.for_evaluation(evaluations.stored_config(workdir, given)), True
   if not command_line.named():
     raise ValueError(
       f"{workdir} holds no run (no config.json): train one there, or name a preset with "
       "--config=configs/search_r1.py:PRESET"
     )
   return evaluations.for_evaluation(_CONFIG.value), False
-
-
-def _stored_config(path: pathlib.Path):
-  """Reads a run's config, with the fields that the command line changes.
-
-  Raises ValueError for a preset, and for a field that changes what the policy answers: the answers
-  would be those of another run.
-  """
-  config = settings.read_workdir(path.parent)
-  if _CONFIG.value is None:
-    return config
-  given = config_flags.get_override_values(flags.FLAGS["config"])
-  may = unaffected(settings.rules(), "answers")
-  fixed = [name for name in given if name not in may]
-  if fixed:
-    raise ValueError(
-      f"--config.{fixed[0]} can't be changed for the run in {path.parent}: its answers would be "
-      "those of another run; leave it out, or evaluate another --workdir"
-    )
-  config.update_from_flattened_dict(given)
-  return config
 
 
 def _temperatures(config) -> list[float]:

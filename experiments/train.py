@@ -23,9 +23,9 @@ from stratified.learner import processes
 from stratified.reports import run_page
 from stratified.retrieval import retrievers
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, command_line, explain, trainer
-from stratified.runs.claim import check_config, Claim
-from stratified.runs.stop import Diverged, OutsideFailed, Stop, Unusable
+from stratified.runs import build, command_line, explain, on_disk, trackers, trainer
+from stratified.runs.claim import check_config, Claim, record_start
+from stratified.runs.stop import Diverged, Early, OutsideFailed, Stop, Unusable
 from stratified.sampling.sglang.errors import SamplerError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train, and how.")
@@ -63,6 +63,8 @@ def main(_) -> None:
   try:
     with Claim() as claim:
       run(config, pathlib.Path(_WORKDIR.value), stop, claim)
+  except Early:
+    trainer.say("stopped before the first step; the same command goes on")
   except BaseException as error:
     processes.leave(error)
     raise
@@ -74,7 +76,9 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
   try:
     # Before any work, and before the workdir belongs to this config: everything that can be
     # refused.
-    made = build.build(config)
+    trackers.check(config)
+    with stop.at_once():
+      made = build.build(config)
   except (ValueError, OSError) as error:
     sys.exit(f"{error}")
   try:
@@ -83,6 +87,7 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
       claim.take(workdir)  # of several processes of one run, the first alone
       check_config(workdir, made.workdir_config, made.rules)
       retrievers.check_same(workdir, made.task)
+      record_start(workdir, sys.argv, **made.facts)
 
     processes.first_then_all(begin, "workdir")
   except ValueError as error:
@@ -92,10 +97,17 @@ def run(config, workdir: pathlib.Path, stop: Stop, claim: Claim) -> None:
   build.enable_compilation_cache()
   try:
     trainer.train(made, workdir, stop)
+    if processes.is_first():
+      trainer.say(f"report: {run_page.write(workdir)}")
   except (RetrieverDown, SamplerError, scoring.AllLost, Diverged, OutsideFailed, Unusable) as error:
     sys.exit(f"{error}")
-  if processes.is_first():
-    trainer.say(f"report: {run_page.write(workdir)}")
+  except OSError as error:
+    if error.errno not in on_disk.NO_ROOM:
+      raise
+    sys.exit(
+      f"a file of the run could not be written ({error}); {on_disk.free_space(workdir)}. Make "
+      "room, and the same command goes on from the last checkpoint"
+    )
 
 
 if __name__ == "__main__":

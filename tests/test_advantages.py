@@ -468,3 +468,18 @@ def test_gdpo_is_a_loop_over_parts_and_hears_the_small_one():
   moved = reward.copy()
   moved[0, 0, 1] = 0.01 - moved[0, 0, 1]
   assert np.abs(advantages.gdpo(moved, mask) - found).max() > 0.3
+
+
+@pytest.mark.parametrize("size", [4, 20])  # pairs, and sums over segments
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_a_stratum_out_of_range_is_refused_or_nan_but_never_zero(size, wrong):
+  reward, stratum = np.arange(size, dtype=np.float32), np.arange(size) % 3
+  stratum[1] = wrong
+  with pytest.raises(ValueError, match=rf"stratum {wrong} is none of num_strata=3; .* 0 to 2"):
+    advantages.san(reward, stratum, num_strata=3)
+  kernel = lambda *arrays: advantages.san(*arrays[:2], num_strata=3, mask_k=arrays[2])
+  mask = np.ones(size, bool)
+  found = jax.jit(kernel)(reward, stratum, mask)
+  assert np.isnan(found[1]) and np.isfinite(np.delete(found, 1)).all()
+  mask[1] = False  # nobody asks what a lost rollout's is
+  np.testing.assert_array_equal(kernel(reward, stratum, mask)[1], 0)

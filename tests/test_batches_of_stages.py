@@ -173,7 +173,7 @@ def test_rollouts_for_pairs_are_of_the_policy_that_the_stage_begins_with(monkeyp
     return [[told(k, [f"<a>{k}</a>"], q) for k in range(3)] for q in questions]
 
   monkeypatch.setattr(pair_files.rollouts, "collect", collect)
-  mined = found._mine("policy")
+  mined = found._mine(lambda: "policy")
   assert loaded == [("policy", 10)]
   assert asked == [(pair_files.FIRST_KEY + step, 10, 3) for step in (10, 11)]
   assert [pair.student.question for pair in mined.pairs] == QUESTIONS[:5]

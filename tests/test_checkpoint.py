@@ -39,6 +39,11 @@ def make_state(seed=0, size=64):
   return TrainState(jnp.int32(seed), params, opt_state, None, jnp.int32(1))
 
 
+def with_reference(seed=0, size=64):
+  """The same beside a reference that is that of every seed."""
+  return make_state(seed, size)._replace(reference=make_state(0, size).params)
+
+
 def copy(state):
   return jax.tree.map(lambda x: np.array(x, copy=True), state)
 
@@ -94,21 +99,22 @@ import sys
 import jax
 from stratified.runs import checkpoint
 sys.path.insert(0, sys.argv[2])
-from test_checkpoint import make_state
-with checkpoint.Checkpointer(sys.argv[1], every=1, keep=1) as checkpointer:
-  restored = checkpointer.restore_latest(checkpoint.abstract(make_state(size=40_000)))
+from test_checkpoint import with_reference
+with checkpoint.Checkpointer(sys.argv[1], every=1, keep=1, once=["reference"]) as checkpointer:
+  restored = checkpointer.restore_latest(checkpoint.abstract(with_reference(size=40_000)))
   step = restored[1] if restored else 0
   while True:
     step += 1
     best = step - step % 3  # every third step is better than all before
     scores = [(at, at / 3) for at in range(3, best + 1, 3)]
-    checkpointer.save(step, make_state(step, size=40_000), scores=scores, best=best or None)
+    state = with_reference(step, size=40_000)
+    checkpointer.save(step, state, scores=scores, best=best or None)
 """
 
 
 def _kill_while_saving(workdir, after):
-  """Starts a process that saves step after step, kills it while one beyond `after` is
-  half-written."""
+  """Starts a process that saves step after step, kills it while one beyond `after`, or the
+  reference, is half-written."""
   process = subprocess.Popen(
     [sys.executable, "-c", KILLED, str(workdir), str(pathlib.Path(__file__).parent)]
   )
@@ -116,7 +122,9 @@ def _kill_while_saving(workdir, after):
   deadline = time.monotonic() + 300
   names = []
   try:
-    while not any("tmp" in name and int(name.split(".")[0]) > after for name in names):
+    begun = lambda name: name[:9] == "reference" if after < 0 else int(name.split(".")[0]) > after
+    ours = lambda name: "tmp" in name and (after < 0) == (name[:9] == "reference")
+    while not any(ours(name) and begun(name) for name in names):
       assert process.poll() is None, "the saving process ended by itself"
       assert time.monotonic() < deadline, f"no checkpoint after {after} was begun: {names}"
       time.sleep(0.001)
@@ -129,13 +137,16 @@ def _kill_while_saving(workdir, after):
 
 def test_a_process_killed_while_saving_leaves_the_last_whole_checkpoint(tmp_path):
   after, half_written = 0, 0
-  abstract_state = checkpoint.abstract(make_state(size=40_000))
-  for _ in range(3):
+  abstract_state = checkpoint.abstract(with_reference(size=40_000))
+  assert _kill_while_saving(tmp_path, -1)  # its first write, that of the reference
+  with checkpoint.Checkpointer(tmp_path, every=1) as checkpointer:
+    assert checkpointer.restore_latest(abstract_state) is None
+  for _ in range(2):
     half_written += _kill_while_saving(tmp_path, after + 2)
     with checkpoint.Checkpointer(tmp_path, every=1) as checkpointer:
       restored, step = checkpointer.restore_latest(abstract_state)
     assert step > after
-    assert_same_bits(restored, make_state(step, size=40_000))
+    assert_same_bits(restored, with_reference(step, size=40_000))
     best = checkpoint.best_step(tmp_path)
     assert best == (step - step % 3 or None)  # a first kill may come before there is any
     if best:
@@ -144,6 +155,66 @@ def test_a_process_killed_while_saving_leaves_the_last_whole_checkpoint(tmp_path
     assert not [name for name in os.listdir(tmp_path / "checkpoints") if "tmp" in name]
     after = step
   assert best and half_written, "no kill fell into a save, so this proved nothing"
+
+
+def save_with_reference(workdir):
+  with checkpoint.Checkpointer(workdir, every=1, once=["reference"]) as checkpointer:
+    for step in (1, 2):
+      checkpointer.save(step, with_reference(step, 400))
+  (stored,) = (workdir / "checkpoints").glob("reference.*")
+  return stored
+
+
+def size_of(folder):
+  return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_never_changes_is_stored_once_and_read_from_there(tmp_path):
+  stored = save_with_reference(tmp_path / "once")
+  whole = with_reference(2, 400)
+  with checkpoint.Checkpointer(tmp_path / "whole", every=1) as checkpointer:  # as before
+    checkpointer.save(2, whole)
+  one = size_of(tmp_path / "once/checkpoints/2")
+  assert one + size_of(stored) < 1.2 * size_of(tmp_path / "whole/checkpoints/2") and one > 1000
+  for folder in ("once", "whole"):  # what was saved either way is read by both
+    for once in ([], ["reference"]):
+      with checkpoint.Checkpointer(tmp_path / folder, every=1, once=once) as checkpointer:
+        restored, step = checkpointer.restore_latest(checkpoint.abstract(whole))
+      assert step == 2
+      assert_same_bits(restored, whole)
+    wanted = checkpoint.abstract(whole)
+    part = {"params": wanted.params, "reference": wanted.reference}
+    found, _ = checkpoint.restore_part(tmp_path / folder, part)
+    assert_same_bits(found["reference"], whole.reference)
+    assert_same_bits(found["params"], whole.params)
+
+
+def test_a_damaged_part_that_is_stored_once_is_named_and_the_rest_still_read(tmp_path):
+  stored = save_with_reference(tmp_path)
+  like = checkpoint.abstract(with_reference(2, 400))
+  for path in stored.rglob("*"):
+    if path.is_file() and path.parent.name == "d":
+      data = bytearray(path.read_bytes())
+      data[len(data) // 2] ^= 1
+      path.write_bytes(data)
+  for damage in (lambda: None, lambda: shutil.rmtree(stored)):
+    damage()
+    with checkpoint.Checkpointer(tmp_path, every=1, once=["reference"]) as checkpointer:
+      with pytest.raises(ValueError, match=f"{stored} is damaged .*bring it back from a copy"):
+        checkpointer.restore_latest(like)
+    found, step = checkpoint.restore_part(tmp_path, {"params": like.params})
+    assert step == 2
+    assert_same_bits(found["params"], make_state(2, 400).params)
+  assert {"1", "2"} <= set(os.listdir(tmp_path / "checkpoints"))  # they are not at fault
+  with checkpoint.Checkpointer(tmp_path, every=1, once=["reference"]) as checkpointer:
+    other = {"reference": lambda: make_state(5, 400).params}
+    with pytest.raises(ValueError, match="is damaged"):  # made again, but not the same
+      checkpointer.restore_latest(like, other)
+    right = {"reference": lambda: make_state(0, 400).params}
+    restored, step = checkpointer.restore_latest(like, right)
+    assert step == 2
+    assert_same_bits(restored, with_reference(2, 400))
+    assert checkpointer.restore_latest(like)[1] == 2  # it lies there again
 
 
 MESHES = """
@@ -303,7 +374,7 @@ def test_parts_of_a_flipped_checkpoint_are_not_read_silently(tmp_path, capsys):
 
 def test_a_checkpoint_of_a_version_without_digests_is_read_and_said(tmp_path, capsys, monkeypatch):
   with monkeypatch.context() as patched:
-    patched.setattr(checkpoint, "_digests", lambda state: None)
+    patched.setattr(checkpoint.on_disk, "digests", lambda state: None)
     save_two(tmp_path)
   restored, step = restore(tmp_path)
   assert step == 2 and "has no digests: its arrays can't be checked" in capsys.readouterr().out

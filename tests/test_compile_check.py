@@ -79,3 +79,22 @@ def refused(done, sentence):
   assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr, (
     done.stderr[-2000:]
   )
+
+
+def test_all_that_a_run_keeps_on_a_device_is_counted(tmp_path):
+  """Live buffers at the moments of a run on eight devices: exactly the sum, not a byte more."""
+  program = ROOT / "tests" / "live_buffers.py"
+  done = subprocess.run(
+    [sys.executable, str(program), str(tmp_path)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  for name, moments in json.loads(done.stdout.splitlines()[-1]).items():
+    for moment in ("update", "rollouts"):
+      found, counted = moments[moment]
+      assert found == counted, (name, moment)
+    found, counted = moments["load"]  # one weight at a time is whole beside the result
+    assert found <= counted, name

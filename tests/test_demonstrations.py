@@ -113,6 +113,19 @@ def test_with_its_page_always_found_the_script_is_always_right():
     assert right(trajectory) == (trajectory.num_searches == trajectory.question.hops)
 
 
+def test_a_share_of_the_rollouts_searches_as_often_as_there_are_hops():
+  trajectories, script = play(
+    DemonstrationConfig(**FAULTLESS | dict(mixture=(0.0, 0.0, 1.0), right_calls=0.4)), samples=8
+  )
+  for hops in (0, 1, 3):
+    depths = collections.Counter(t.num_searches for t in trajectories if t.question.hops == hops)
+    total = sum(depths.values())
+    assert depths[2] + depths[hops] == total and abs(depths[hops] / total - 0.4) < 0.12
+  assert [t.num_searches for t in trajectories[::8]] == [
+    script.depth((7, i, 0)) for i in range(100)
+  ]
+
+
 def test_depths_follow_the_mixture_whatever_the_question():
   trajectories, _ = play(
     DemonstrationConfig(**FAULTLESS | dict(mixture=(0.1, 0.6, 0.0, 0.3))), samples=16

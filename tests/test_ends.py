@@ -51,6 +51,16 @@ def test_a_model_directory_names_its_end_tokens(tmp_path):
   assert saved(tmp_path, begins=False, ends=[True, "x", None, -1]).other_ends == ()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", '{"version": "1.0", "mod', "[1]"])
+def test_a_damaged_tokenizer_is_refused_by_its_file(tmp_path, name, content):
+  saved(tmp_path, begins=False)
+  (tmp_path / name).write_text(content)
+  with pytest.raises(ValueError, match=f"{name}.* damaged.*copy or download it again") as caught:
+    tokenizers_.Tokenizer.from_file(tmp_path / "tokenizer.json")
+  assert len(str(caught.value).splitlines()) == 1
+
+
 class TwoEnds(OneCharacterEach):
   other_ends = (5,)
 

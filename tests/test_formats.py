@@ -489,3 +489,43 @@ def test_every_reader_refuses_the_same_with_the_row(tmp_path, given):
   for found in both(tmp_path, given):
     with pytest.raises(ValueError, match="nq.jsonl, line 1, field .*answer"):
       found()
+
+
+def test_hotpotqa_as_hugging_face_has_it_is_read(tmp_path):
+  pyarrow = pytest.importorskip("pyarrow")
+  parquet = pytest.importorskip("pyarrow.parquet")
+  row = {
+    "id": "5a7",
+    "question": "who?",
+    "answer": "Ada",
+    "type": "bridge",
+    "supporting_facts": {"title": ["Oslo", "Norway", "Oslo"], "sent_id": [0, 1, 2]},
+    "context": {"title": ["Oslo"], "sentences": [["A town."]]},
+  }
+  path = tmp_path / "hotpot-validation.parquet"
+  parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+  (found,) = read(path)
+  assert found == normal(
+    "5a7", "who?", ["Ada"], "hotpotqa", type="bridge", supporting_titles=["Oslo", "Norway"], hops=2
+  )
+  with pytest.raises(ValueError, match='row 0: it has no field "golden_answers" .*prepare_data.py'):
+    readers.read_questions(path)
+
+
+@pytest.mark.parametrize("name", ["nq-dev.qa.csv", "nq-dev.tsv"])
+def test_dpr_s_tables_without_a_header_are_read_line_by_line(tmp_path, name):
+  path = tmp_path / name
+  path.write_text('who, and when?\t[\'A B\', \'C\']\nwhere\t"[""D\'s""]"\n')
+  assert read(path) == [
+    normal("row_0", "who, and when?", ["A B", "C"], "nq"),
+    normal("row_1", "where", ["D's"], "nq"),
+  ]
+  path.write_text("who\t['A']\nwhere\n")
+  with pytest.raises(ValueError, match="row 2: not a question, a tab and a list of answers"):
+    read(path)
+
+
+def test_a_file_without_splits_names_the_way_out(tmp_path):
+  path = write(tmp_path / "nq.jsonl", FLASHRAG)
+  with pytest.raises(ValueError, match=r"splits there: none\. .*--config\.data\.split= "):
+    readers.read_questions(path, split="train")

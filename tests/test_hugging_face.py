@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -169,6 +170,22 @@ def test_what_transformers_4_writes_is_read(tmp_path):
     (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; what is: silu"),
     (dict(quantization_config=dict(bits=4)), "quantization_config is not supported"),
     (dict(hidden_size=None), "config.json has no 'hidden_size'"),
+    (dict(rms_norm_eps=math.nan), "rms_norm_eps=nan must be a number above 0, at most 0.1"),
+    (dict(rms_norm_eps=0), "rms_norm_eps=0 must be a number above 0"),
+    (dict(rms_norm_eps="1e-5"), "rms_norm_eps='1e-5' must be a number"),
+    (dict(rope_theta=math.inf), "rope_theta=inf must be a number above 0"),
+    (dict(rope_theta=10**400), "rope_theta=1000000000.* must be a number above 0"),
+    (dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 must be .* at most 10000"),
+    (dict(vocab_size=10**12), "vocab_size=1000000000000 must be .* at most"),
+    (dict(tie_word_embeddings="no"), "tie_word_embeddings='no' must be true or false"),
+    (dict(architectures="LlamaForCausalLM"), "architectures='Llama.*' must be a list of texts"),
+    (dict(layer_types=[1, 2]), r"layer_types=\[1, 2\] must be a list of texts"),
+    (dict(rope_scaling="yarn"), "rope_scaling='yarn' must be an object or null"),
+    (
+      dict(rope_scaling=dict(rope_type="linear", factor="4")),
+      "rope_scaling.factor='4' must be a number above 0",
+    ),
+    (dict(model_type=["llama"]), r"model_type=\['llama'\] must be a text"),
   ],
 )
 def test_what_the_decoder_does_not_implement_is_refused_by_name(tmp_path, keys, message):

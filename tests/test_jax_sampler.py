@@ -10,6 +10,7 @@ import pytest
 from small_rollouts import decoder_config, OneCharacterEach, parameters, ThreeCharactersEach
 
 from stratified.policy import decoder, log_probs
+from stratified.sampling import in_process
 from stratified.sampling.in_process import JaxSampler, SamplerConfig
 from stratified.sampling.interface import Request
 from stratified.sampling.lane_programs import nucleus, sample
@@ -291,10 +292,21 @@ def test_last_frees_the_lane_and_poll_returns_what_has_ended():
 
 
 def test_new_parameters_forget_what_the_old_ones_cached():
+  """A rollout that goes on under new parameters, of whose context the lane holds the old keys."""
   made, other = sampler_of(), parameters(MODEL, seed=3, scale=4.0)
-  made.generate([request()])
+  (first,) = made.generate([request()])
+  further = request(tokens=[*PROMPT, *first.token_ids])
   made.load(other, 1)
-  assert made.generate([request()]) == sampler_of(params=other).generate([request()])
+  assert made.generate([further]) == sampler_of(params=other).generate([further])
+
+
+def test_a_context_of_several_chunks_is_prefilled_in_its_order(monkeypatch):
+  """As one longer than 1,024 tokens is; chunks of 8 tokens, of which some rows need fewer."""
+  prompts = [tuple(np.random.default_rng(n).integers(0, 27, n).tolist()) for n in (30, 9, 17)]
+  requests = [request(tokens=prompt, question=q) for q, prompt in enumerate(prompts)]
+  monkeypatch.setattr(in_process, "CHUNK", 8)
+  for prompt, completion in zip(prompts, sampler_of().generate(requests), strict=True):
+    np.testing.assert_allclose(completion.log_probs, of_new(prompt, completion)[1], atol=4e-4)
 
 
 # --- Where a generation ends ---

@@ -175,7 +175,7 @@ def test_another_backend_takes_the_numbers_in_tensorboards_place(tmp_path):
     def close(self):
       said.append((self.run, "closed"))
 
-  with metrics.Writer(tmp_path, 4, backend=Backend) as writer:
+  with metrics.Writer(tmp_path, 4, backends=[Backend]) as writer:
     writer.write({"step": 5, "reward/mean": 0.5, "stage": "reinforcement"})
     writer.write({"warm_start/step": 9, "warm_start/loss": 2.0})
   assert said == [

@@ -120,6 +120,20 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
       np.testing.assert_allclose(inner - np.diag(np.diag(inner)), 0, atol=2e-3)
 
 
+def test_all_but_matrices_move_by_a_share_of_muons_rate():
+  params = parameters(decoder_config())
+  gradient = parameters(decoder_config(), seed=2)
+  whole, slower = (
+    optimizer.make(name="muon", learning_rate=0.1, embedding_rate=share) for share in (1.0, 0.25)
+  )
+  found, expected = (
+    chain.update(gradient, chain.init(params), params)[0] for chain in (slower, whole)
+  )
+  for name, update in found.items():
+    share = 1.0 if name in weights.linear_layers() else 0.25
+    np.testing.assert_allclose(update, share * expected[name], rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize(
   "changes, sentence",
   [
@@ -133,6 +147,7 @@ def test_muon_moves_each_layers_matrix_along_its_orthogonal_factor_and_the_rest_
     (dict(weight_decay=-0.1), "weight_decay=-0.1"),
     (dict(clip_norm=0.0), "clip_norm=0.0"),
     (dict(clip_norm=-1.0), "clip_norm=-1.0"),
+    (dict(embedding_rate=0.0), "embedding_rate=0.0 must be above 0"),
     (dict(name="adamax"), "optimizer='adamax' is unknown; choose one of adamw, muon, sgd"),
   ],
 )

@@ -1,14 +1,14 @@
 """report.html: one page that needs nothing else, from whatever a workdir holds, with every text
 harmless."""
 
+import dataclasses
 from html.parser import HTMLParser
 import json
 import pathlib
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree
 
+import programs
 import pytest
 
 from configs import search_r1
@@ -17,6 +17,7 @@ from stratified.reports import (
   alarms,
   axes,
   cycle_figures,
+  filters,
   group_view,
   plots,
   run_figures,
@@ -26,9 +27,10 @@ from stratified.reports import (
   transcripts,
 )
 from stratified.reports import text as texts
+from stratified.runs import claim
 from stratified.runs import writer as metrics
 
-VOID = {"meta"}
+VOID = {"meta", "input"}
 
 
 class _Page(HTMLParser):
@@ -80,6 +82,9 @@ def row(step, **changed):
     "time/step_s": 4.0,
   }
   return base | {key.replace("__", "/"): value for key, value in changed.items()}
+
+
+ANSWERS = {0: "Paris", 1: "London"}  # reward -> answer
 
 
 def record(**changed):
@@ -147,8 +152,8 @@ def test_the_page_needs_nothing_beside_it(tmp_path):
 
 def test_the_first_plot_shows_reward_and_searches(tmp_path):
   text = make_run(tmp_path, [row(step) for step in range(1, 30)])
-  first = text[text.index("<svg") : text.index("</svg>")]
-  assert "Reward a rollout" in first and "Searches a question" in first
+  first = [text_of_svg.split("</svg>")[0] for text_of_svg in text.split("<svg")[1:3]]
+  assert "Reward a training rollout" in first[0] and "Searches a question" in first[1]
   for title in (
     "Rollouts by number of searches",
     "Rollouts with zero advantage",
@@ -199,7 +204,8 @@ def test_a_rollout_is_readable(tmp_path):
   text = make_run(tmp_path, [row(7)], [record()])
   page = _Page(text)
   for part in (
-    "Rollouts of step 7",
+    "Step 7 1 rollout, 0.0 % right",
+    "1 of 1 rollouts in full",
     "Where was Ada born?",
     "reward 0",
     "advantage -0.71",
@@ -222,7 +228,10 @@ def test_a_rollout_is_readable(tmp_path):
 
 def test_the_rollouts_shown_differ_in_stratum_and_success():
   records = [
-    record(stratum=s, reward=float(r), sample=i) for i in range(5) for s in range(3) for r in (0, 1)
+    record(stratum=s, answer=ANSWERS[r], reward=float(r), sample=i)
+    for i in range(5)
+    for s in range(3)
+    for r in (0, 1)
   ]
   chosen = transcripts.choose(records, 6)
   kinds = [(one["stratum"], one["reward"]) for one in chosen]
@@ -425,6 +434,9 @@ def test_ticks_are_round_numbers_inside_the_range(low, high, wanted):
     (12.0, False, "12"),
     (1234.5, False, "1234"),
     (45_678, False, "46k"),
+    (1_048_576, False, "1.05M"),
+    (3.09e9, False, "3.09B"),
+    (5e9 * 1e9, False, "5.0e+18"),
     (2e-6, False, "2e-6"),
     (3.14e-5, False, "3.1e-5"),
     (0.3, True, "30%"),
@@ -521,22 +533,26 @@ def test_alarms_are_on_the_page_and_marked_on_the_plot(tmp_path):
     tmp_path, QUIET[:60] + [one | {"rollout/searches_mean": 0.0} for one in QUIET[60:]]
   )
   assert "Step 66: searches fell to 0.00 a question from 1.50" in _Page(text).text
-  assert 'class="alarm"' in text[text.index("<svg") : text.index("</svg>")]
+  marked = [one.split("</svg>")[0] for one in text.split("<svg")[1:] if 'class="alarm"' in one]
+  assert ["Searches a question" in one for one in marked] == [True]
 
 
 def test_the_command_writes_page_or_picture_and_names_a_missing_workdir(tmp_path):
   make_run(tmp_path / "run", [row(1), row(2)])
-  script = pathlib.Path(__file__).parents[1] / "experiments/report.py"
-  command = [sys.executable, script, f"--workdir={tmp_path}/run"]
+  run = lambda *flags: programs.run("experiments/report.py", *flags)
   (tmp_path / "run/report.html").unlink()
-  done = subprocess.run(command, capture_output=True, text=True)
+  done = run(f"--workdir={tmp_path}/run")
   assert done.stdout.strip() == f"{tmp_path}/run/report.html", done.stderr
   assert (tmp_path / "run/report.html").exists()
-  subprocess.run([*command, f"--picture={tmp_path}/run.svg"], check=True)
+  assert run(f"--workdir={tmp_path}/run", f"--picture={tmp_path}/run.svg").returncode == 0
   xml.etree.ElementTree.parse(tmp_path / "run.svg")
-  command = [sys.executable, script, f"--workdir={tmp_path}/no"]
-  failed = subprocess.run(command, capture_output=True, text=True)
-  assert failed.returncode and "there is no workdir" in failed.stderr + failed.stdout
+  for flags, said in (
+    ([f"--workdir={tmp_path}/no"], "there is no workdir"),
+    ([f"--workdir={tmp_path}/run", "--steps=7"], "has no rollouts of step 7; it has none"),
+    ([f"--workdir={tmp_path}/run", "--steps=x"], "--steps=x must be numbers, such as --steps=1,40"),
+  ):
+    failed = run(*flags)
+    assert failed.returncode and said in failed.stderr and "Traceback" not in failed.stderr
 
 
 @pytest.mark.parametrize(
@@ -576,10 +592,14 @@ def test_huge_answers_make_a_small_page(tmp_path):
 def text_of_rollouts(records):
   """The part of a page that shows these records."""
   run = run_page.Run(pathlib.Path("x"))
-  values = {
-    "rollouts": [(1, len(records), [transcripts.view(one) for one in records])],
-    "groups": [(1, [group_view.view(records)])],
+  step = {
+    "step": 1,
+    "count": len(records),
+    "right": 0.0,
+    "rollouts": [transcripts.view(one) for one in records],
+    "groups": [group_view.view(records)],
   }
+  values = {"steps": [step]}
   rendered = {}
   original = texts.render
   texts.render = lambda name, given: rendered.setdefault("page", original(name, given | values))
@@ -685,14 +705,24 @@ def test_every_call_names_its_tool(tmp_path):
 
 
 def test_a_right_answer_is_marked_unlike_a_wrong_one(tmp_path):
-  texts_ = [make_run(tmp_path / str(r), [row(1)], [record(reward=r)]) for r in (0.0, 1.0)]
-  assert 'reply wrong">Paris' in texts_[0] and 'reply right"' not in texts_[0]
-  assert 'reply right">Paris' in texts_[1] and 'reply wrong"' not in texts_[1]
+  wrong, right = [
+    make_run(tmp_path / golden, [row(1)], [record(golden_answers=[golden], reward=0.2)])
+    for golden in ("London", "Paris")  # what it earned for its form does not make it right
+  ]
+  for page, told, other, chip in (
+    (wrong, "wrong", "right", "bad"),
+    (right, "right", "wrong", "good"),
+  ):
+    assert f'reply {told}">Paris' in page and f'reply {other}"' not in page
+    assert f'<b class="text {told}">Paris' in page
+    assert f'<span class="chip {chip}">{told}</span>' in page
+  unknown = make_run(tmp_path / "unknown", [row(1)], [record(golden_answers=[])])
+  assert 'reply ">Paris' in unknown and "chip bad" not in unknown and "chip good" not in unknown
 
 
 def group(rewards, strata_, question="Who?"):
   return [
-    record(question=question, sample=k, reward=r, stratum=s, advantage=r - 0.5)
+    record(question=question, sample=k, answer=ANSWERS[r], reward=r, stratum=s, advantage=r - 0.5)
     for k, (r, s) in enumerate(zip(rewards, strata_))
   ]
 
@@ -705,7 +735,67 @@ def test_a_group_stands_by_stratum_with_reward_and_advantage(tmp_path):
   assert [roll["bar"] for roll in view["strata"][0]["rollouts"]] == [-100.0, 100.0]
   assert view["strata"][0]["rollouts"][0]["advantage"] == "-0.50" and view["mean"] == "0.50"
   text = make_run(tmp_path, [row(3)], records)
-  assert "Groups of step 3" in text and text.count('class="bar"') == 1 + 4
+  assert "Step 3 <span" in text and text.count('class="bar"') == 1 + 4
+
+
+def write_steps(folder, steps):
+  """Rollouts of several steps, of which the page chooses."""
+  with metrics.Writer(folder) as writer:
+    for step in steps:
+      writer.write(row(step))
+      writer.write_trajectories(step, [record(sample=k, stratum=k % 3) for k in range(40)])
+
+
+def test_six_steps_are_shown_or_those_that_are_named_with_more_of_each(tmp_path):
+  write_steps(tmp_path, range(1, 51))
+  shown = lambda text: [int(step) for step in re.findall(r"<summary>Step (\d+) ", text)]
+  text = run_page.write(tmp_path).read_text()
+  assert shown(text) == [1, 11, 21, 30, 40, 50] and "6 of 50 steps that are recorded" in text
+  assert text.count('<details class="step" open') == 1 and text.count('class="roll ') == 6 * 3
+  assert shown(run_page.write(tmp_path, [33, 7, 33]).read_text()) == [7, 33]
+  with pytest.raises(ValueError, match="no rollouts of step 99; it has 50 from 1 to 50"):
+    run_page.write(tmp_path, [99])
+
+
+def test_rollouts_are_filtered_by_stratum_answer_and_hops_without_a_script(tmp_path):
+  records = [record(stratum=s, hops=h, sample=s) for s in (0, 10, 2) for h in (1, 2)]
+  records += [record(stratum=0, hops=1, answer="London"), record(fault="gone", stratum=None)]
+  found = filters.make(records)
+  assert {name: list(values) for name, values in found.facets.items()} == {
+    "stratum": ["0", "2", "10", "–"],
+    "answer": ["lost", "right", "wrong"],
+    "hops": ["1", "2"],
+  }
+  assert found.classes(records[1]) == "stratum-0 answer-2 hops-1"
+  text = make_run(tmp_path, [row(1)], records)
+  assert text.count('type="radio"') == 4 + 1 + 3 + 1 + 2 + 1 and "<script" not in text
+  assert "main:has(#hops-1:checked) .roll:not(.hops-1)" in text
+  assert 'class="roll pick stratum-0 answer-1 hops-0"' in text
+  one = filters.make([record(), record(stratum='"><script>')])
+  assert one.ids == ["stratum-0", "stratum-1"], "a facet of one value needs no button"
+
+
+def test_the_page_says_when_by_which_command_and_how_large(tmp_path):
+  claim.record_start(
+    tmp_path,
+    ["experiments/train.py", "--config.retriever.url=http://me:secret@host:1"],
+    parameters=1_048_576,
+    devices="2 x cpu",
+  )
+  claim.record_start(tmp_path, ["another"], parameters=1)  # a resumed run began before
+  text = _Page(make_run(tmp_path, [row(1)])).text
+  assert re.search(r"began 20\d\d-\d\d-\d\d \d\d:\d\d UTC", text) and "last written 20" in text
+  assert "policy 1.05M parameters" in text and "on 2 x cpu" in text
+  assert "--config.retriever.url=http://***@host:1" in (tmp_path / "run.json").read_text()
+  assert "secret" not in text and "command python experiments/train.py" in text
+
+
+def test_tiny_values_have_a_unit_in_the_title_and_plain_numbers_on_the_axis():
+  series = plots.Series("gap", [1, 2, 3], [0.0, 4e-10, 5e-10], low=[None] * 3, high=[None] * 3)
+  drawn = plots.figure([plots.Panel("Gap", (series,))])
+  assert "Gap, × 10⁻¹²" in drawn and ">500<" in drawn and "e-1" not in drawn
+  whole = plots.figure([plots.Panel("Gap", (dataclasses.replace(series, y=[0.0, 0.5, 4e-10]),))])
+  assert "Gap</text>" in whole
 
 
 def test_the_groups_shown_have_successes_and_failures_in_several_strata():
@@ -810,7 +900,8 @@ def test_a_metric_that_a_phase_lacks_leaves_a_gap_and_never_a_line_across():
   ends = [[float(x) for x in re.findall(r"[ML]([\d.]+) ", d)] for d in lines]
   assert min(ends[1]) - max(ends[0]) > 60, "six steps of eleven pixels lie between them"
   assert plots.figure([strata_]).count("<polygon") == 2 * len(strata_.series)
-  loss, kl = by_title["Distillation loss and true KL, nats a token"].series
+  [loss] = by_title["Distillation loss, nats a token"].series
+  [kl] = by_title["True KL to the teacher, nats a token"].series
   assert loss.breaks == kl.breaks == (5,) and set(loss.y) == {-0.1}
 
 
@@ -856,8 +947,8 @@ def test_stages_without_cycles_have_lines_and_names_and_no_bands(tmp_path):
   text = make_run(tmp_path, rows)
   assert 'class="stage"' in text and 'class="phase' not in text and "Phases:" not in text
   assert cycle_figures.phase_table(line) is None and "Cycles" not in run_figures.cards(line)[0]
-  evaluated = run_figures.first_panels(line)[0].series[1]
-  assert (evaluated.name, evaluated.x) == ("held-out exact match", [9]), "at the warm start's end"
+  [evaluated] = run_figures.first_panels(line)[1].series
+  assert (evaluated.name, evaluated.x) == ("held out", [9]), "at the warm start's end"
 
 
 def test_a_run_without_stages_is_drawn_by_its_steps():

@@ -84,7 +84,7 @@ def run_steps(monkeypatch, resamples, signal, steps=(0, 1)):
   made, found = rollouts_of_steps.Rollouts(config, task, sampler, 9, has_signal), []
   for step in steps:
     calls.clear()
-    groups, _, counts = made.take(step, None)
+    groups, _, counts = made.take(step, lambda: None)
     found.append(([group[0].question.id for group in groups], counts, list(calls)))
   return found
 

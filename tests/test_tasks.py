@@ -162,6 +162,29 @@ def test_only_as_many_calls_as_are_needed_are_right(preset):
   assert used == set(task.tool_names)
 
 
+def by_hops(asked):
+  return [sum(one.hops == hops for one in asked) for hops in range(4)]
+
+
+@pytest.mark.parametrize("name", ["encyclopedia", "arithmetic", "ages"])
+def test_training_may_ask_more_of_the_deep_questions_than_the_other_sets(name):
+  """40 questions of each; the demonstrations' are as the held-out ones."""
+  changes = {
+    "task.name": name,
+    "data.training_hop_shares": (0.1, 0.2, 0.3, 0.4),
+    "data.hop_shares": SHARES,
+    "warm_start.demonstrations_per_step": 40,
+    "warm_start.right_calls": 1.0,
+    "warm_start.invalid": 0.0,
+  }
+  task = named.make(config("two_tools", **changes))
+  assert by_hops(task.questions_at(3)) == [4, 8, 12, 16]
+  assert all(by_hops(asked) == [10] * 4 for asked, _ in task.held_out(40).values())
+  played = [one for [one] in task.demonstrations(0)]
+  assert by_hops([one.question for one in played]) == [10] * 4
+  assert all(one.num_calls() == one.question.hops for one in played)
+
+
 def test_a_task_is_named_by_task_name_or_by_data_name():
   assert named.name_of(search_r1.get_config("tiny")) == "encyclopedia"
   assert named.name_of(search_r1.get_config("base")) == "search_qa"
@@ -203,6 +226,7 @@ def test_more_questions_than_there_are_end_in_a_sentence(preset, changes, way, m
     ({"data.smallest": 1}, "data.smallest=1 must be at least 2"),
     ({"data.largest": 500}, "data.largest=500 must be at least 10 times"),
     ({"data.hop_shares": (0.5, 0.5, 0.5, 0.5)}, "must be four shares"),
+    ({"data.training_hop_shares": (0.5, 0.5)}, "data.training_hop_shares=.* must be four shares"),
     ({"warm_start.mixture": (0.5, 0.4)}, "warm_start.mixture=.* sum to 1"),
     ({"warm_start.mixture": (0.2,) * 5}, "asks for up to 4 calls, but rollout.max_turns is 3"),
   ],

@@ -2,8 +2,11 @@
 changes it."""
 
 import json
+import os
 import pathlib
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +16,7 @@ import programs
 import pytest
 
 from configs import search_r1
-from stratified.runs import build, claim, settings
+from stratified.runs import build, claim, held_out, settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 SETTINGS = {
@@ -213,6 +216,67 @@ def test_runs_that_are_killed_and_asked_to_stop_add_up_to_one_that_was_not(whole
   for step in (1, 2, 3, 4):
     name = pathlib.Path("trajectories") / f"step_00000{step}.jsonl"
     assert (workdir / name).read_bytes() == (whole / name).read_bytes(), (after, wait)
+
+
+def test_a_run_stopped_in_an_evaluation_makes_it_first_when_it_goes_on(
+  whole, tmp_path, monkeypatch
+):
+  """SIGTERM as the first held-out question after step 2 ends."""
+  workdir, plain = tmp_path / "run", held_out.runner.run
+
+  def stopped(*args, **how):
+    if rows_so_far(workdir) == 5:  # two of the warm start, one of step 0, two of training
+      os.kill(os.getpid(), signal.SIGTERM)
+    return plain(*args, **how)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(held_out.runner, "run", stopped)
+    done = run(workdir)
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert "stopped at step 2 of 4 (reinforcement) and saved" in done.stdout
+  assert [row["step"] for row in rows(workdir) if "eval/exact_match" in row] == [0]
+  (workdir / "evaluation.json").write_text('{"step": 0, "se')  # a copy cut short
+  (reference,) = (workdir / "checkpoints").glob("reference.*")
+  shutil.rmtree(reference)  # it is made again, from what the warm start ended with
+  done = run(workdir)
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert "evaluation.json is not JSON" in done.stdout and "evaluation.json.damaged" in done.stdout
+  assert without_times(rows(workdir)) == without_times(rows(whole))
+  assert json.loads((workdir / "evaluation.json").read_text())["step"] == 4
+
+
+def test_a_signal_while_a_run_loads_ends_it_there(tmp_path, monkeypatch):
+  def slow(*args, **how):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+    raise AssertionError("not heard")
+
+  monkeypatch.setattr(build, "model_config", slow)
+  done = run(tmp_path / "run")
+  assert done.returncode == 0 and "stopped before the first step" in done.stdout, done.stderr
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_ends_a_run_in_a_sentence_that_names_the_last_good_checkpoint(whole, tmp_path):
+  """No file may grow beyond 16 kB, of which the arrays of a checkpoint take more."""
+  workdir = tmp_path / "run"
+  shutil.copytree(whole, workdir)
+  shutil.rmtree(workdir / "checkpoints/4")  # step 2 is the last
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  largest = max(path.stat().st_size for path in workdir.glob("*.json*"))
+  try:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 16_000, hard))
+    done = run(workdir)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert done.returncode == 1 and "report:" not in done.stdout
+  assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()[-1]) < 1000
+  said = done.stderr.strip().splitlines()[-1]
+  assert f"a checkpoint could not be written to {workdir}/checkpoints (" in said
+  assert "GB are free there; the last good one is of step 2." in said
+  done = run(workdir)
+  assert done.returncode == 0 and "going on from step 2" in done.stdout, done.stderr[-3000:]
+  assert without_times(rows(workdir)) == without_times(rows(whole))
 
 
 def test_a_finished_run_started_again_adds_nothing(whole):

@@ -40,7 +40,13 @@ def attenuation_figure() -> str:
     y = [theory.attenuation(column[0], x / 100, tables_of.SAMPLES, column[1]) for x in percent]
     curves.append(plots.Series(tables_of.attenuated_name(column), percent, y))
   title = "Share of the gradient inside a stratum that a group of 8 keeps"
-  return figure([plots.Panel(title, tuple(curves))], 640, 280, 1, "probability of the stratum, %")
+  return figure(
+    [plots.Panel(title, tuple(curves), y_label="share")],
+    640,
+    280,
+    1,
+    "probability of the stratum, %",
+  )
 
 
 def figure(
@@ -130,7 +136,7 @@ def reward_figure(result, name: str, share: float, steps: int = tables_of.STEPS)
         for one in members
         if one in result
       ]
-      panels.append(plots.Panel(f"{family} · {kind}", tuple(drawn)))
+      panels.append(plots.Panel(f"{family} · {kind}", tuple(drawn), y_label="mean reward"))
   return figure(panels, 310, 220, 3, "step", list(result))
 
 
@@ -139,11 +145,15 @@ def mechanism_figure(result) -> str:
   members = [name for name in FAMILIES["The paper's"] if name in result]
   found = {name: result[name]["learnt", 0.1, False, True] for name in members}
   panels = [
-    plots.Panel(title, tuple(band(name, getattr(curves, field)) for name, curves in found.items()))
-    for title, field in (
-      ("Reward", "reward"),
-      ("Probability of the strategy", "share"),
-      ("Success rate inside it", "success"),
+    plots.Panel(
+      title,
+      tuple(band(name, getattr(curves, field)) for name, curves in found.items()),
+      y_label=unit,
+    )
+    for title, field, unit in (
+      ("Reward", "reward", "mean reward"),
+      ("Probability of the strategy", "share", "probability"),
+      ("Success rate inside it", "success", "success rate"),
     )
   ]
   return figure(panels, 310, 230, 3, "step", members)

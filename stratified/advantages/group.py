@@ -5,7 +5,8 @@ Every kernel is written for one group (`vmap` over questions is the caller's) an
     name(reward_k, stratum_k, *, num_strata, mask_k=None, eps=1e-6, ddof=0, over="question", ...)
 
   reward_k   [K] rewards of any float or integer type; float32 inside and out (float64 stays)
-  stratum_k  [K] integer stratum of each rollout, in [0, num_strata)
+  stratum_k  [K] integer stratum of each rollout, in [0, num_strata). Another one is refused with a
+             ValueError; under jit, vmap and the like its rollout gets NaN
   mask_k     [K] 1 or True where the rollout counts; the others enter no statistic and get 0.
              None counts all
   eps        added to the standard deviation, in units of reward
@@ -46,14 +47,22 @@ def estimator(formula: Callable) -> Callable:
   ):
     g = segments.prepare(reward_k, stratum_k, mask_k, num_strata, over)
     common = {name: value for name, value in (("eps", eps), ("ddof", ddof)) if name in own}
-    return formula(g, **common, **options).astype(g.reward.dtype)
+    found = formula(g, **common, **options).astype(g.reward.dtype)
+    return segments.in_range(found, stratum_k, g.mask, num_strata)
 
   fixed = inspect.signature(kernel, follow_wrapped=False).parameters
   options = {name: option for name, option in own.items() if name not in fixed}
   kernel.__signature__ = inspect.Signature(
     [*(one for one in fixed.values() if one.kind != one.VAR_KEYWORD), *options.values()]
   )
-  return jax.jit(kernel, static_argnames=("num_strata", "over", *choices))
+  compiled = jax.jit(kernel, static_argnames=("num_strata", "over", *choices))
+
+  @functools.wraps(kernel)
+  def checked(reward_k, stratum_k, *, num_strata, mask_k=None, **others):
+    segments.check_strata(stratum_k, mask_k, num_strata)
+    return compiled(reward_k, stratum_k, num_strata=num_strata, mask_k=mask_k, **others)
+
+  return checked
 
 
 def _centered(g):

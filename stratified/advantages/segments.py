@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PAIRWISE_LIMIT = 16
 
@@ -57,8 +58,10 @@ class Group(NamedTuple):
 def prepare(reward, stratum, mask, num_strata: int, over: Over = "question") -> Group:
   """Checks ranks and shapes; widens bfloat16 and integer rewards to float32 (float64 stays).
 
-  Raises AssertionError for a rank other than 1 ([K], over="question") or 2 ([Q, K], over="batch").
+  Raises AssertionError for a rank other than 1 ([K], over="question") or 2 ([Q, K], over="batch"),
+  and see `check_strata`.
   """
+  check_strata(stratum, mask, num_strata)
   reward, stratum = jnp.asarray(reward), jnp.asarray(stratum)
   mask = jnp.ones(reward.shape, bool) if mask is None else jnp.asarray(mask) > 0
   chex.assert_rank([reward, stratum, mask], {"question": 1, "batch": 2}[over])
@@ -71,6 +74,31 @@ def prepare(reward, stratum, mask, num_strata: int, over: Over = "question") -> 
   else:
     own = _segments(stratum, mask, num_strata, reward.dtype)
   return Group(reward, mask, own, whole(mask, reward.dtype))
+
+
+def check_strata(stratum, mask, num_strata: int) -> None:
+  """Raises ValueError for the stratum of a rollout that counts outside [0, num_strata).
+
+  Under jit, where no value is known, nothing is checked: see `in_range`.
+  """
+  if isinstance(stratum, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
+    return
+  stratum = np.asarray(stratum)
+  wrong = (stratum < 0) | (stratum >= num_strata)
+  if mask is not None and np.shape(mask) == stratum.shape:
+    wrong &= np.asarray(mask) > 0
+  if wrong.any():
+    raise ValueError(
+      f"stratum {stratum[wrong].flat[0]} is none of num_strata={num_strata}; ids count from 0 to "
+      f"{num_strata - 1}"
+    )
+
+
+def in_range(advantage, stratum, mask, num_strata: int):
+  """The advantages, NaN where the stratum of a rollout that counts is outside [0, num_strata)."""
+  stratum = jnp.asarray(stratum)
+  wrong = (stratum < 0) | (stratum >= num_strata)
+  return jnp.where(wrong & mask, jnp.nan, advantage)
 
 
 def _pairwise(segment_k, dtype) -> Sums:

@@ -120,7 +120,7 @@ def _json_object(path: pathlib.Path) -> dict:
     return {}
   try:
     found = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not JSON ({error}); get the model directory again") from error
   if not isinstance(found, dict):
     raise ValueError(

@@ -3,18 +3,19 @@
     {"id", "question", "golden_answers", "data_source", "split"}
     and where the source has them: "hops", "type", "orig_id", "supporting_titles"
 
-It reads FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), TriviaQA (JSON),
-PopQA (tsv), HotpotQA and 2WikiMultiHopQA (JSON), MuSiQue (JSON Lines) and Bamboogle (csv or JSON).
+It reads FlashRAG's JSON Lines and verl's parquet (any set), NQ-open (JSON Lines), DPR's tables,
+TriviaQA (JSON), PopQA (tsv), HotpotQA and 2WikiMultiHopQA (JSON, Hugging Face's parquet), MuSiQue
+(JSON Lines) and Bamboogle (csv or JSON).
 The content tells the format, never the name. Text is kept as it is but for white space around it.
 """
 
 from collections.abc import Iterator
 import dataclasses
-import json
 import pathlib
 import re
 from typing import NamedTuple
 
+from stratified import files
 from stratified.data import readers, records
 from stratified.data.records import Record
 from stratified.retrieval.corpus import id_field, string_field
@@ -63,7 +64,7 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
   Raises ValueError, naming file, record and field, for what cannot be read, and for a set that
   nobody names.
   """
-  if path.name.endswith(".parquet"):
+  if path.name.endswith(".parquet") and not _of_hugging_face(path):
     for question, own in readers.with_splits(path, source=name):
       made = dataclasses.asdict(question) | {"split": own}
       yield _normal(made, {"question": question.text}, question.source, split)
@@ -84,6 +85,12 @@ def read(path: pathlib.Path, *, name: str | None, split: str) -> Iterator[Record
         f"SET={path}"
       )
     yield _normal(made, made, own, split)
+
+
+def _of_hugging_face(path: pathlib.Path) -> bool:
+  """Whether a parquet file has a set's own fields (HotpotQA's), not FlashRAG's or verl's."""
+  _, first = next(readers.rows_of(path), ("", {}))
+  return not first.keys() & {"golden_answers", "reward_model"} and "answer" in first
 
 
 def _normal(made: Record, text: Record, name: str, split: str) -> Record:
@@ -148,6 +155,16 @@ def _nq_open(record: Record, where: str) -> Record:
   }
 
 
+def _dpr(record: Record, where: str) -> Record:
+  if set(record) != set(records.DPR):
+    raise ValueError(f"{where}: not a question, a tab and a list of answers; get the file again")
+  return {
+    "id": f"row_{_number(where) - 1}",  # it has no ids
+    "question": string_field(record, "question", where),
+    "golden_answers": _answers(record["dpr_answers"], "answers", where),
+  }
+
+
 def _triviaqa(record: Record, where: str) -> Record:
   answer = record.get("Answer")
   if not isinstance(answer, dict):
@@ -167,7 +184,7 @@ def _triviaqa(record: Record, where: str) -> Record:
 
 def _popqa(record: Record, where: str) -> Record:
   try:
-    answers = json.loads(record["possible_answers"])
+    answers = files.parse(record["possible_answers"])
   except (TypeError, ValueError) as error:
     raise ValueError(f'{where}, field "possible_answers": not a JSON list ({error})') from error
   return {
@@ -188,6 +205,8 @@ def _hotpotqa(record: Record, where: str) -> Record:
       "evaluate on the dev set, as others do"
     )
   facts = record.get("supporting_facts")
+  if isinstance(facts, dict) and isinstance(facts.get("title"), list):  # as parquet has them
+    facts = [[title] for title in facts["title"]]
   titles = (
     [fact[0] for fact in facts if isinstance(fact, list) and fact]
     if isinstance(facts, list)
@@ -247,6 +266,7 @@ _FIELDS = {
   "hotpotqa_test": {"_id", "question", "context"},
   "bamboogle": {"Question", "Answer"},
   "nq_open": {"question", "answer"},
+  "dpr": set(records.DPR[1:]),
 }
 _READERS = {
   "flashrag": _flashrag,
@@ -257,6 +277,7 @@ _READERS = {
   "hotpotqa_test": _hotpotqa,
   "bamboogle": _bamboogle,
   "nq_open": _nq_open,
+  "dpr": _dpr,
 }
 
 

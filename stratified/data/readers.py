@@ -79,7 +79,11 @@ def read_questions(
   splits = {its_split for _, its_split in questions}
   if split not in splits:
     found = ", ".join(sorted(name for name in splits if name)) or "none"
-    raise ValueError(f"{os.fspath(path)}: no record has split {split!r}; splits there: {found}.")
+    raise ValueError(
+      f"{os.fspath(path)}: no record has split {split!r}; splits there: {found}. Name one of them, "
+      "or leave it empty (--config.data.split= or --config.data.held_out_split=) to take every "
+      "record."
+    )
   return [question for question, its_split in questions if its_split == split]
 
 
@@ -90,9 +94,7 @@ def with_splits(
 
   Ids are the same whichever split is chosen later.
   """
-  records = [
-    (file, *numbered) for file in _files(pathlib.Path(path)) for numbered in _records(file)
-  ]
+  records = [(file, *numbered) for file in _files(pathlib.Path(path)) for numbered in rows_of(file)]
   questions = [
     _question(record, where, source or _source(record, file)) for file, where, record in records
   ]
@@ -167,7 +169,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
   return [path]
 
 
-def _records(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
+def rows_of(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
   if not file.name.endswith(".parquet"):
     yield from ((f"{file}, line {line}", record) for line, record in read_jsonl(file))
     return
@@ -185,6 +187,11 @@ def _records(file: pathlib.Path) -> Iterator[tuple[str, dict]]:
 def _question(record: dict, where: str, source: str) -> Question:
   verl = record.get("reward_model") is not None
   text = _verl_text(record, where) if verl else string_field(record, "question", where)
+  if not verl and "golden_answers" not in record:
+    raise ValueError(
+      f'{where}: it has no field "golden_answers" (its fields: {", ".join(map(str, record))}); '
+      "prepare_data.py reads the question sets' own formats and writes files that can be read here."
+    )
   answers, field = record.get("golden_answers"), "golden_answers"
   if verl:
     answers, field = _verl_target(record), "reward_model.ground_truth.target"
@@ -264,7 +271,7 @@ def _last_user_message(prompt) -> str | None:
   if isinstance(prompt, str) and prompt.lstrip().startswith("["):
     try:
       prompt = json.loads(prompt)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
       return prompt  # plain text that happens to begin with a bracket
   if not isinstance(prompt, list):
     return prompt if isinstance(prompt, str) else None

@@ -1,4 +1,4 @@
-"""Reads the records of a file: JSON Lines, a JSON list or object, csv or tsv; plain or .gz.
+"""Reads the records of a file: JSON Lines, a JSON list or object, csv, tsv or parquet.
 
 for where, record in read(path): ...    where: "FILE, line 3", for a sentence on what is wrong
 """
@@ -6,18 +6,19 @@ for where, record in read(path): ...    where: "FILE, line 3", for a sentence on
 from collections.abc import Iterable, Iterator
 import csv
 import gzip
-import json
 import pathlib
 import re
 from typing import Any
 
+from stratified import files
+from stratified.data import readers
 from stratified.retrieval.corpus import read_jsonl
 
 Record = dict[str, Any]
 
 
 def read(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
-  """Yields (where, record) of JSON Lines, a JSON list or object, csv or tsv; plain or .gz."""
+  """Yields (where, record) of a file by its ending; parquet aside, plain or .gz."""
   name = path.name.removesuffix(".gz").lower()
   if not path.exists():
     raise FileNotFoundError(f"{path}: there is no such file")
@@ -27,6 +28,8 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
     yield from ((f"{path}, line {line}", record) for line, record in read_jsonl(path))
   elif name.endswith(".json"):
     yield from _json(path)
+  elif name.endswith(".parquet"):
+    yield from readers.rows_of(path)
   else:
     raise ValueError(
       f"{path}: questions are read from .jsonl, .json, .csv, .tsv (plain or .gz) and .parquet"
@@ -87,6 +90,11 @@ def _tsv(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
 
 def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
   try:
+    if _is_dpr(path):
+      with open_text(path) as file:
+        for number, fields in tsv_rows(file):
+          yield f"{path}, row {number}", dict(zip(DPR, fields))
+      return
     if delimiter == "\t":
       yield from _tsv(path)
       return
@@ -104,6 +112,17 @@ def _rows(path: pathlib.Path, delimiter: str) -> Iterator[tuple[str, Record]]:
     raise ValueError(f"{path}: not a readable table ({error}); get it again") from error
 
 
+# The fields of DPR's tables, which have no header.
+DPR = ("question", "dpr_answers")
+
+
+def _is_dpr(path: pathlib.Path) -> bool:
+  """Whether a table is DPR's: a question, a tab and a list of answers in each line, no header."""
+  with open_text(path) as file:
+    _, first = next(tsv_rows(file), (0, [""]))
+  return len(first) == len(DPR) and first[1].startswith("[") and first[1].endswith("]")
+
+
 def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
   try:
     with open_text(path) as file:
@@ -111,7 +130,7 @@ def _json(path: pathlib.Path) -> Iterator[tuple[str, Record]]:
   except (UnicodeDecodeError, EOFError, OSError) as error:
     raise ValueError(f"{path}: not readable text ({error}); get it again") from error
   try:
-    found = json.loads(text)
+    found = files.parse(text)
   except ValueError as error:
     # JSON Lines that are called .json, as MuSiQue's mirrors are
     if text.lstrip().startswith("{") and "\n{" in text:

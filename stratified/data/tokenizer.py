@@ -7,7 +7,6 @@ encoded, and decodes to itself.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import json
 import os
 import re
 
@@ -85,7 +84,13 @@ class Tokenizer:
       raise FileNotFoundError(
         f"no tokenizer at {path}: expected a Hugging Face tokenizer.json there"
       )
-    backend = tokenizers.Tokenizer.from_file(path)
+    try:
+      backend = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # it has no type of its own
+      raise ValueError(
+        f"{path} is damaged or cut short ({' '.join(str(error).split())[:200]}); copy or download "
+        "it again"
+      ) from error
     backend.no_padding()
     backend.no_truncation()
     candidates = _end_of_text_candidates(path) if eos is None else (eos,)
@@ -101,11 +106,14 @@ class Tokenizer:
 def _end_of_text_candidates(path: str) -> tuple[str, ...]:
   config_path = os.path.join(os.path.dirname(path), "tokenizer_config.json")
   if os.path.exists(config_path):
-    with open(config_path, encoding="utf-8") as file:
-      token = json.load(file).get("eos_token")
+    token = files.read_object(config_path, "copy or download it again").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    if token:
+    if isinstance(token, str) and token:
       return (token,)
+    if token:
+      raise ValueError(
+        f"{config_path} has eos_token={token!r}, which is no text; copy or download it again"
+      )
   return ("<|im_end|>", END_OF_TEXT, "<|eot_id|>", "</s>")
 
 

@@ -134,7 +134,7 @@ def _json(path: pathlib.Path, way_out: str) -> dict:
     raise FileNotFoundError(f"{path} does not exist; {way_out}.")
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not JSON ({error}); copy or download it again.") from error
   if not isinstance(value, dict):
     raise ValueError(f"{path} holds a JSON {type(value).__name__}; it must be one object.")

@@ -57,6 +57,12 @@ class OptimizerSettings(Settings):
   b2: float = setting(
     0.999, "decay of Adam's mean of their squares", low=0, high=LARGEST_DECAY, affects=("training",)
   )
+  embedding_rate: float = setting(
+    1.0,
+    "muon: rate of all but matrices, which Adam updates, as a share of learning_rate",
+    above=0,
+    affects=("training", "warm_start"),
+  )
 
 
 def make(
@@ -69,6 +75,7 @@ def make(
   b2: float = 0.999,
   decay_steps: int = 0,
   name: str = "adamw",
+  embedding_rate: float = 1.0,
 ) -> optax.GradientTransformation:
   """Makes an optax chain.
 
@@ -97,7 +104,13 @@ def make(
     "muon": lambda: optax.partition(
       {
         "matrix": optax.chain(muon(), *decay, optax.scale_by_learning_rate(schedule)),
-        "other": optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed),
+        "other": optax.adamw(
+          lambda count: embedding_rate * schedule(count),
+          b1=b1,
+          b2=b2,
+          weight_decay=weight_decay,
+          mask=decayed,
+        ),
       },
       lambda params: {
         name: "matrix" if name in weights.linear_layers() else "other" for name in params

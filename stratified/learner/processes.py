@@ -72,6 +72,11 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
+def alone() -> bool:
+  """Whether this process is the whole run."""
+  return jax.process_count() == 1
+
+
 def mine(count: int) -> list[int]:
   """The indices below `count` that this process takes."""
   return list(range(jax.process_index(), count, jax.process_count()))

@@ -162,16 +162,23 @@ def figures(plan: Plan) -> dict[str, Any]:
   }
   result["sampler"] = sampler_figures(plan, resident)
   result["stage"] = plan.parts.stage.name
-  if not plan.config.sampler.release:
-    result["memory"]["update"] += result["sampler"]["params"] + result["sampler"]["cache"]
+  result["memory"]["update"] += beside_update(plan, result["sampler"], resident)
   return result
 
 
-def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
-  """The sampler's programs on one device, beside `resident` bytes of the training state."""
-  settings = samplers.sampler_config(plan.config)
-  mesh = lane_programs.make_mesh(plan.mesh.devices.flat[:1])
-  here = lane_programs.replicated(mesh)
+def beside_update(plan: Plan, sampler: dict[str, int], resident: int) -> int:
+  """What a device holds of the sampler during an update: all of its work where both run at once."""
+  if plan.config.rollout.max_staleness:
+    return max(sampler["decode"], sampler["prefill_peak"]) - resident
+  return 0 if plan.config.sampler.release else sampler["params"] + sampler["cache"]
+
+
+def sampler_arrays(plan: Plan, mesh):
+  """What a sampler of one device holds while it works: (weights, cache).
+
+  Training's and the greedy one of evaluations hold the same, never at once.
+  """
+  settings, here = samplers.sampler_config(plan.config), lane_programs.replicated(mesh)
   struct = lambda tree: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree
   )
@@ -183,6 +190,23 @@ def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
   cache = struct(
     jax.eval_shape(lambda: decoder.empty_cache(plan.model, settings.lanes, settings.length))
   )
+  return params, cache
+
+
+def load_bytes(plan: Plan) -> int:
+  """What giving the sampler its weights takes besides: the largest one whole, merged adapters."""
+  table = decoder.weights(plan.model)
+  seen = lambda name: jnp.dtype(decoder.seen_dtype(plan.model, name)).itemsize
+  largest = max(math.prod(w.shape) * seen(name) for name, w in table.items())
+  return largest + (local_bytes(state_of(plan).reference) if plan.parts.adapter else 0)
+
+
+def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
+  """The sampler's programs on one device, beside `resident` bytes of the training state."""
+  settings = samplers.sampler_config(plan.config)
+  mesh = lane_programs.make_mesh(plan.mesh.devices.flat[:1])
+  here = lane_programs.replicated(mesh)
+  params, cache = sampler_arrays(plan, mesh)
   of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=here)
   lanes = settings.lanes
   s = settings
@@ -210,6 +234,7 @@ def sampler_figures(plan: Plan, resident: int) -> dict[str, Any]:
     "prefill": [rows, width],
     "decode": resident + peak_of(decode),
     "prefill_peak": resident + peak_of(prefill),
+    "load": resident + sum(held.values()) + load_bytes(plan),
   }
 
 
@@ -292,5 +317,6 @@ def unexpected(
 def most_of(found: dict[str, Any]) -> int:
   """The highest of the update's and the sampler's peaks."""
   return max(
-    found["memory"]["update"], found["sampler"]["decode"], found["sampler"]["prefill_peak"]
+    found["memory"]["update"],
+    *(found["sampler"][name] for name in ("decode", "prefill_peak", "load")),
   )

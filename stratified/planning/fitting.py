@@ -79,7 +79,7 @@ def text(topology: str, plan: Plan, found: dict[str, Any], margin: float) -> str
     f"per device in rollouts (training state beside it): weights {gb(s['params'])}, cache of "
     f"{s['lanes']} lanes {gb(s['cache'])}; "
     f"peak {gb(s['decode'])} decoding, {gb(s['prefill_peak'])} in a prefill of {s['prefill'][0]} x "
-    f"{s['prefill'][1]}",
+    f"{s['prefill'][1]}, {gb(s['load'])} when weights are loaded",
     f"an update of {plan.rollouts} rollouts of {plan.tokens:.0f} tokens: {t['micro_batches']} "
     "micro-batches, "
     f"{t['flops']:.3g} FLOPs a device ({t['model_flops']:.3g} of them the model's own), "

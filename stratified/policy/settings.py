@@ -48,6 +48,9 @@ class PolicySettings(Settings):
   num_kv_heads: int = setting(2, "without a checkpoint: heads of keys and values", low=1, high=1024)
   mlp_width: int = setting(384, "without a checkpoint: inner size of the MLP", low=1, high=2**20)
   rope_theta: float = setting(100.0, "without a checkpoint: base of rotary positions", low=1)
+  look_back: tuple[int, ...] = setting(
+    (), "without a checkpoint: how many tokens back the first layer's heads look at the start"
+  )
 
   def __post_init__(self):
     super().__post_init__()
@@ -62,6 +65,13 @@ class PolicySettings(Settings):
       raise ValueError(
         f"policy.num_heads={self.num_heads} must be a multiple of "
         f"policy.num_kv_heads={self.num_kv_heads}: each of these serves equally many queries"
+      )
+    if len(self.look_back) > self.num_heads or not all(
+      isinstance(offset, int) and offset >= 0 for offset in self.look_back
+    ):
+      raise ValueError(
+        f"policy.look_back={self.look_back} must be whole numbers of at least 0, at most one for "
+        f"each of policy.num_heads={self.num_heads}"
       )
 
 

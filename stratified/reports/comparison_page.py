@@ -12,8 +12,20 @@ from stratified.runs import workdir as workdirs
 
 # Title, key of metrics.jsonl, percent, whether it is recorded at few steps only, what it tells.
 FIRST = (
-  ("Reward a rollout", "reward/mean", False, False, ""),
-  ("Searches a question", "rollout/searches_mean", False, False, ""),
+  (
+    "Reward a rollout",
+    "reward/mean",
+    False,
+    False,
+    "Comparable where groups have the same reward; then higher, and sooner, is better.",
+  ),
+  (
+    "Searches a question",
+    "rollout/searches_mean",
+    False,
+    False,
+    "Good is what the questions need; near 0 a group has learnt to skip the tool.",
+  ),
 )
 MORE = (
   ("Held-out exact match", "eval/exact_match", True, True, "What the groups are compared by."),
@@ -115,6 +127,7 @@ def page(made: Comparison) -> str:
       plots.figure(first, width=600, height=290, columns=2, legend=legend),
       plots.figure(first, width=360, height=220, legend=legend),
     ),
+    "meanings": [(panel.title, panel.meaning) for panel in first],
     "has_bands": any(v is not None for panel in first for one in panel.series for v in one.low),
     "tables": _tables(made),
     "reference": made.reference if len(made.groups) > 1 else None,

@@ -1,6 +1,6 @@
 """Shows rollouts of a question side by side: how stratum, calls and reward become an advantage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import statistics
 from typing import Any
 
@@ -36,10 +36,13 @@ def _interest(group: Sequence[Record]) -> int:
   return 10 * mixed + min(len(strata), 5) + min(right, len(group) - right, 4)
 
 
-def view(group: Sequence[Record]) -> dict[str, Any]:
+def view(
+  group: Sequence[Record], classes: Callable[[Record], str] = lambda record: ""
+) -> dict[str, Any]:
   """What the template `group` shows: the question, and by stratum its mean reward and rollouts.
 
-  `bar` is the advantage's share of the largest in the group, -100 to 100.
+  classes: those of a rollout's row, see filters.Filters. `bar` is the advantage's share of the
+  largest in the group, -100 to 100.
   """
   shown = sorted(group[:_MOST_ROLLOUTS], key=lambda record: str(record.get("stratum")))
   size = max((abs(value) for record in shown if (value := _advantage(record))), default=1.0)
@@ -59,7 +62,7 @@ def view(group: Sequence[Record]) -> dict[str, Any]:
       {
         "name": name,
         "mean": fixed(_mean(members), 2),
-        "rollouts": [_row(record, size) for record in members],
+        "rollouts": [_row(record, size) | {"picks": classes(record)} for record in members],
       }
       for name, members in strata.items()
     ],
@@ -72,7 +75,7 @@ def _row(record: Record, size: float) -> dict[str, Any]:
     "sample": transcripts.short(record.get("sample")),
     "calls": transcripts.told_calls(record),
     "answer": record.get("answer"),
-    "right": transcripts.succeeded(record),
+    "verdict": transcripts.verdict(record),
     "reward": transcripts.short(record.get("reward")),
     "advantage": transcripts.short(record.get("advantage"), signed=True),
     "bar": 0.0 if not advantage else round(100 * advantage / size, 1),

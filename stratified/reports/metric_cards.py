@@ -48,16 +48,28 @@ CARDS = {
   ),
   "Distillation": (
     (
-      "Distillation loss and true KL, nats a token",
+      "Distillation loss, nats a token",
       False,
-      (("distillation/loss", "loss"), ("distillation/kl", "KL")),
-      "Both fall where the student learns. A clip can take the loss below 0 while the KL rises.",
+      (("distillation/loss", "loss"),),
+      "Falls where the student learns. A clip can take it below 0 while the KL rises.",
     ),
     (
-      "Clipped entries and reversed positions",
+      "True KL to the teacher, nats a token",
+      False,
+      (("distillation/kl", "KL"),),
+      "What the loss stands for; it should fall with it.",
+    ),
+    (
+      "Clipped entries",
       True,
-      (("distillation/clipped_share", "clipped"), ("distillation/reversed_share", "reversed")),
-      "Of entries with a tenth of the teacher's mass; and where its first choice is lowered.",
+      (("distillation/clipped_share", "clipped"),),
+      "Of those with a tenth of the teacher's mass; many mean that the clip decides.",
+    ),
+    (
+      "Reversed positions",
+      True,
+      (("distillation/reversed_share", "reversed"),),
+      "Where the teacher's first choice is lowered; should stay near 0.",
     ),
     (
       "Teacher's mass that is kept",
@@ -152,10 +164,16 @@ CARDS = {
   ),
   "Speed": (
     (
-      "Tokens a second",
+      "Sampled tokens a second",
       False,
-      (("rollout/tokens_per_second", "rollout"), ("update/tokens_per_second", "update")),
-      "Sampled tokens of the rollouts, and tokens of the update.",
+      (("rollout/tokens_per_second", "rollout"),),
+      "Sampling and searching together. A fall: longer contexts, or a slower search.",
+    ),
+    (
+      "Updated tokens a second",
+      False,
+      (("update/tokens_per_second", "update"),),
+      "Steady is good; padding and re-compilation lower it.",
     ),
     (
       "Padding in the update",

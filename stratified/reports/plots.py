@@ -19,6 +19,7 @@ from stratified.reports.curves import Series
 PALETTE = 8  # colours of kinds
 SHADES = 4  # shades of the phases of a run
 ORDERED = 7  # shades of more and more of one thing: color PALETTE + i
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TITLE, _LEGEND_ROW, _MOST_HOVER = 26, 18, 48
 
 
@@ -49,6 +50,7 @@ class Panel:
   stages: parts of the run, in order: a line where each begins, a band of its shade, its name.
   x_limits: x values that the axis must include.
   meaning: what the plot tells, in a sentence, for a page to print below.
+  y_label: what the y axis shows, where the title does not say it.
   """
 
   title: str
@@ -60,6 +62,7 @@ class Panel:
   stages: tuple[Stage, ...] = ()
   x_limits: tuple[float, ...] = ()
   meaning: str = ""
+  y_label: str = ""
 
 
 def colors(names: Sequence[str], ordered: bool = False) -> dict[str, tuple[int, bool]]:
@@ -132,7 +135,24 @@ def _shared_legend(names: Sequence[tuple[str, int, bool]], width: int) -> tuple[
   return parts, 8 + _LEGEND_ROW * (row + 1)
 
 
+def _in_units(panel: Panel) -> Panel:
+  """The panel in a unit that its title names, where all values are below 0.001 in size."""
+  values = [abs(y) for one in panel.series for ys in (one.y, one.low, one.high) for y in ys if y]
+  largest = max([*values, *map(abs, panel.limits)], default=0.0)
+  if panel.percent or not 0 < largest < 1e-3:
+    return panel
+  power = 3 * math.floor(math.log10(largest) / 3)
+  scaled = lambda ys: [None if y is None else y / 10.0**power for y in ys]
+  series = [
+    dataclasses.replace(one, y=scaled(one.y), low=scaled(one.low), high=scaled(one.high))
+    for one in panel.series
+  ]
+  title = f"{panel.title}, × 10{str(power).translate(_RAISED)}"
+  return dataclasses.replace(panel, title=title, series=tuple(series))
+
+
 def _panel(panel: Panel, width: int, height: int, own_legend: bool) -> list[Markup]:
+  panel = _in_units(panel)
   shown = [series for series in panel.series if any(v is not None for v in series.y)]
   legend, legend_rows = _legend(panel, shown, width) if own_legend else ([], 0)
   top = _TITLE + _LEGEND_ROW * legend_rows + 10 + 14 * bool(panel.stages)
@@ -147,6 +167,9 @@ def _panel(panel: Panel, width: int, height: int, own_legend: bool) -> list[Mark
   axes = Axes([*panel.x_limits, *(x for one in shown for x in one.x)], y, width, height, top)
   parts += _stage_bands(axes, panel.stages)
   parts += _grid(axes, panel.percent)
+  if panel.y_label:
+    at = f"translate(12 {(axes.top + axes.bottom) / 2:.0f}) rotate(-90)"
+    parts.append(svg.tag("g", svg.text(panel.y_label, 0, 0, "m"), transform=at))
   parts += _stage_marks(axes, panel.stages)
   parts += [curves.area(axes, *layer) for pile in piles for layer in pile]
   if not panel.stacked:
@@ -216,7 +239,7 @@ def _stage_marks(axes: Axes, stages: Sequence[Stage]) -> list[Markup]:
   for stage, after in zip(shown, [*shown[1:], None]):
     x, name = axes.x(stage.begin), stage.name
     parts.append(svg.path(f"M{x:.1f} {axes.top - 4}V{axes.bottom}", "stage"))
-    end = axes.right + RIGHT
+    end = axes.right + RIGHT - 6
     if stage.shade is not None:  # every band has a name: "reinforcement 1", "r 1", by its width
       end = axes.x(after.begin) if after else end
       room = int((end - x) / 6.4)

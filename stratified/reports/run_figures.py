@@ -16,23 +16,39 @@ _STRATA_MEANING = (
 
 
 def first_panels(line: Timeline, alarms: Sequence[Alarm] = ()) -> list[Panel]:
-  """Reward and searches a question, side by side: shows an agent that learns to skip the tool."""
-  reward = [line.series("reward/mean", "training reward", 0, "noisy", rows=line.train)]
-  for key, name, color in (
-    ("eval/exact_match", "held-out exact match", 2),
-    ("eval/second_encyclopedia/exact_match", "second encyclopedia", 3),
-  ):
-    held_out = line.series(key, name, color, "dots")
-    reward += [held_out] if held_out.x else []
+  """Reward, held-out exact match, searches a question: an agent that learns to skip the tool."""
+  reward = line.series("reward/mean", "reward", 0, "noisy", rows=line.train)
+  held_out = [
+    line.series(key, name, color, "dots")
+    for key, name, color in (
+      ("eval/exact_match", "held out", 2),
+      ("eval/second_encyclopedia/exact_match", "second encyclopedia", 3),
+    )
+  ]
+  held_out = [one for one in held_out if one.x]
   searches = line.series("rollout/searches_mean", "searches", 1, "noisy", rows=line.train)
-  return [
-    line.panel("Reward a rollout", reward, alarms=_steps(alarms, "reward/mean")),
+  calls = _calls(line)
+  panels = [
     line.panel(
-      "Searches a question",
-      (searches, *_calls(line)),
+      "Reward a training rollout",
+      [reward],
+      alarms=_steps(alarms, "reward/mean"),
+      meaning="Should rise and then level off. A fall by half is an alarm.",
+    ),
+    line.panel(
+      "Held-out exact match",
+      held_out,
+      percent=True,
+      meaning="Questions that training never sees, greedy. This is the result.",
+    ),
+    line.panel(
+      "Calls of tools a question" if calls else "Searches a question",
+      (searches, *calls),
       alarms=_steps(alarms, "rollout/searches_mean"),
+      meaning="Good is what the questions need. At 0 the agent has learnt to skip the tool.",
     ),
   ]
+  return [panel for panel in panels if panel.series]
 
 
 def _calls(line: Timeline) -> list[Series]:

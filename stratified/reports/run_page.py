@@ -12,6 +12,7 @@ from stratified.progress import duration
 from stratified.reports import alarms as alarm_rules
 from stratified.reports import (
   cycle_figures,
+  filters,
   group_view,
   plots,
   run_figures,
@@ -23,7 +24,8 @@ from stratified.reports import (
 from stratified.runs import workdir as workdirs
 from stratified.runs.workdir import Run
 
-_ROLLOUTS, _GROUPS = 6, 2  # shown of the first and of the last step that has any
+_STEPS, _ROLLOUTS, _GROUPS = 6, 12, 2  # steps shown where none is named; of each of them
+_MORE_ROLLOUTS, _MORE_GROUPS, _MORE_STEPS = 24, 12, 20  # shown of steps that are named
 _MOST_FIELDS, _MOST_NOTES = 400, 40
 # Fields of the config that stand at the top, beside every `SECTION.name`. A test holds them against
 # the presets.
@@ -43,14 +45,18 @@ SUMMARY = (
 COUNTS_SEARCHES = ("searches",)
 
 
-def write(workdir: str | os.PathLike) -> pathlib.Path:
+def write(workdir: str | os.PathLike, steps: Sequence[int] = ()) -> pathlib.Path:
   """Writes workdir/report.html from what the workdir holds and returns its path.
 
   The page needs nothing beside it: no script, no font, no picture from elsewhere. What a run has
-  not recorded yet is named on it. Raises FileNotFoundError if there is no such folder.
+  not recorded yet is named on it.
+
+  steps: whose rollouts are shown, more of each; without it six steps from the first to the last.
+
+  Raises FileNotFoundError if there is no such folder, ValueError for a step without rollouts.
   """
-  path = pathlib.Path(workdir) / "report.html"
-  files.write_atomic(path, page(read(workdir)))
+  path, run = pathlib.Path(workdir) / "report.html", read(workdir)
+  files.write_atomic(path, page(run, steps))
   return path
 
 
@@ -74,23 +80,25 @@ def read(workdir: str | os.PathLike) -> Run:
   return workdirs.read(folder.resolve())
 
 
-def page(run: Run) -> str:
-  """The whole report as HTML."""
+def page(run: Run, named: Sequence[int] = ()) -> str:
+  """The whole report as HTML; see `write`."""
   line = timelines.make(run.rows)
   alarms = alarm_rules.find(run.rows, _rollouts_per_step(run.config))
   scores = score_table.scores_of(run.rows, run.evaluation)
   cards, missing, zero = run_figures.cards(line, line.placed(alarms), _by_searches(run.config))
-  steps = [(step, run.rollouts(step)) for step in _shown_steps(run)]
+  steps = [(step, run.rollouts(step)) for step in _shown_steps(run, named)]
+  found = filters.make(record for _, records in steps for record in records)
   table = score_table.table(scores, *_columns(run, scores))
   values = {
     "title": run.path.name,
+    "facts": _facts(run),
     "chips": _chips(run.config),
     "standing": _standing(run),
     "num_steps": len(run.updates),
     "alarms": alarms,
     "notes": _notes(run, steps, scores, missing),
     "tiles": _tiles(run, scores),
-    "first": _first_figure(line, line.placed(alarms)),
+    "first": _first_cards(line, line.placed(alarms)),
     "table": table,
     "forced": bool(scores.forced),
     "cards": [(name, [_card(line, panel) for panel in panels]) for name, panels in cards.items()],
@@ -98,16 +106,39 @@ def page(run: Run) -> str:
     "phases": cycle_figures.phase_table(line),
     "legend": _phases(line),
     "zero": zero,
-    "groups": [(step, _groups(records)) for step, records in steps],
-    "rollouts": [(step, *_rollouts(records)) for step, records in steps],
+    "filters": found,
+    "steps": [_step(step, records, found, bool(named)) for step, records in steps if records],
+    "count": len(run.trajectories),
     "config": _config_rows(run.config),
   }
   return text.render("report.html", values)
 
 
-def _shown_steps(run: Run) -> list[int]:
+def _shown_steps(run: Run, named: Sequence[int]) -> list[int]:
   steps = sorted(run.trajectories)
-  return sorted({steps[0], steps[-1]}) if steps else []
+  missing = [step for step in named if step not in run.trajectories]
+  if missing:
+    has = f"it has {len(steps)} from {steps[0]} to {steps[-1]}" if steps else "it has none"
+    raise ValueError(f"{run.path} has no rollouts of step {missing[0]}; {has}")
+  if named:
+    return sorted(set(named))[:_MORE_STEPS]
+  parts = [round(i * (len(steps) - 1) / (_STEPS - 1)) for i in range(_STEPS)] if steps else []
+  return [steps[i] for i in sorted(set(parts))]
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+  """(what, value): when, of which size, by which command, as far as the run says it."""
+  start = run.start
+  size = start.get("parameters")
+  shown = [
+    ("began", start.get("began")),
+    ("last written", run.written),
+    ("policy", f"{text.number(size)} parameters" if workdirs.is_number(size) else None),
+    ("on", start.get("devices")),
+    ("version", start.get("version")),
+    ("command", start.get("command")),
+  ]
+  return [(what, text.without_secrets(text.cut(value, 1_000))) for what, value in shown if value]
 
 
 def _chips(config: Mapping[str, Any]) -> list[str]:
@@ -190,18 +221,15 @@ def _seconds(row: Mapping[str, Any]) -> float:
   return times.get("time/step_s", sum(times.values()))
 
 
-def _first_figure(line: timelines.Timeline, alarms: Sequence[alarm_rules.Alarm]):
-  """(wide, narrow): drawn twice, so that text keeps its size on a phone; the style shows one."""
-  if not line.train:
-    return None
-  shown = run_figures.first_panels(line, alarms)
-  wide = plots.figure(shown, width=600, height=250, columns=2, x_label=line.x_label)
-  return wide, plots.figure(shown, width=360, height=210, x_label=line.x_label)
+def _first_cards(line: timelines.Timeline, alarms: Sequence[alarm_rules.Alarm]):
+  """The curves that a reader looks at first, each with what it tells."""
+  shown = run_figures.first_panels(line, alarms) if line.train else []
+  return [_card(line, panel, height=230) for panel in shown]
 
 
-def _card(line: timelines.Timeline, panel: plots.Panel, x_label: str = ""):
+def _card(line: timelines.Timeline, panel: plots.Panel, x_label: str = "", height: int = 200):
   """(drawing, what it tells)."""
-  drawn = plots.figure([panel], width=390, height=200, x_label=x_label or line.x_label)
+  drawn = plots.figure([panel], width=390, height=height, x_label=x_label or line.x_label)
   return drawn, panel.meaning
 
 
@@ -218,14 +246,19 @@ def _warm_start(line: timelines.Timeline):
   return _card(line, panel, "" if line.stages else "warm-start step")
 
 
-def _groups(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  chosen = group_view.choose(group_view.groups(records), _GROUPS)
-  return [group_view.view(group) for group in chosen]
-
-
-def _rollouts(records: Sequence[Mapping[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
-  """(how many there are, those that are shown)."""
-  return len(records), [transcripts.view(one) for one in transcripts.choose(records, _ROLLOUTS)]
+def _step(step: int, records: Sequence[Mapping], found: filters.Filters, named: bool):
+  """What is shown of a step's rollouts: its groups, and rollouts unlike each other."""
+  most = (_MORE_GROUPS, _MORE_ROLLOUTS) if named else (_GROUPS, _ROLLOUTS)
+  groups = group_view.choose(group_view.groups(records), most[0])
+  chosen = transcripts.choose(records, most[1])
+  right = sum(map(transcripts.succeeded, records))
+  return {
+    "step": step,
+    "count": len(records),
+    "right": right / len(records),
+    "groups": [group_view.view(group, found.classes) for group in groups],
+    "rollouts": [transcripts.view(one) | {"picks": found.classes(one)} for one in chosen],
+  }
 
 
 def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -52,10 +52,15 @@ def visible(value: Any, longest: int = LONGEST) -> Markup:
   return Markup("").join(parts)
 
 
-def one_line(value: Any, longest: int = 200) -> str:
-  """The same as plain text, for titles, attributes and SVG."""
-  runs = _runs(cut(value, longest))
+def plain(value: Any, longest: int = LONGEST) -> str:
+  """The same as plain text of several lines, for a terminal."""
+  runs = _runs(cut(value, longest).replace("\r\n", "\n"))
   return "".join(run if c is None else f"[U+{ord(c):04X}]" for c, run, _ in runs)
+
+
+def one_line(value: Any, longest: int = 200) -> str:
+  """The same, for titles, attributes and SVG."""
+  return plain(value, longest)
 
 
 def _runs(text: str):
@@ -97,14 +102,17 @@ def percent(value: float | None, signed: bool = False) -> str:
 
 
 def number(value: float | None, percent: bool = False) -> str:
-  """A short form: 0.031, 1.25, 12.3, 4.1k; percent turns fractions into 12.3%."""
+  """A short form: 0.031, 1.25, 12.3, 41k, 1.5M; percent turns fractions into 12.3%."""
   if value is None:
     return "–"
   if percent:
     return f"{fixed(100 * value)}%".replace(".0%", "%")
   size = abs(value)
-  if size >= 10_000:
-    return f"{value / 1000:.0f}k" if size < 1e6 else f"{value:.1e}"
+  if 1e4 <= size < 1e6:
+    return f"{value / 1000:.0f}k"
+  if size >= 1e6:
+    unit, letter = (1e6, "M") if size < 1e9 else (1e9, "B")
+    return f"{value / unit:.3g}{letter}" if size < 1e12 else f"{value:.1e}"
   if size >= 100 or value == round(value):
     return fixed(value, 0)
   if size >= 0.001:

@@ -9,7 +9,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from stratified.reports.text import counted, cut, fixed, visible
+from stratified import rewards
+from stratified.reports.text import counted, cut, fixed, LONGEST, visible
 from stratified.runs.workdir import is_number
 
 Record = Mapping[str, Any]
@@ -24,36 +25,44 @@ _TITLE = re.compile(r"Doc \d+\(Title: (.{1,100}?)\)(?=\s|$)")
 # results of a call.
 _MOST_TEXT, _MOST_SEGMENTS, _MOST_CALLS, _MOST_RESULTS = 20_000, 40, 8, 5
 _LEAST_TEXT = 100  # characters of a segment that are shown also when all room is taken
+_KINDS = {"right": "good", "wrong": "bad"}  # the looks of a verdict
+_MOST_GOLDEN = 20
 _SHORT = 240  # an observation up to here is shown open
 
 
 def choose(records: Sequence[Record], count: int) -> list[Record]:
-  """Picks up to `count` rollouts that differ in stratum and success, the first of each kind."""
-  kinds = {}
+  """Picks up to `count` rollouts that differ in stratum and success, the first of each kind.
+
+  Then the first of each kind and number of hops, as far as there is room.
+  """
+  kinds, finer = {}, {}
   for record in records:
     kind = (record.get("fault") is not None, str(record.get("stratum")), succeeded(record))
     kinds.setdefault(kind, record)
+    finer.setdefault((*kind, str(record.get("hops"))), record)
   wins = [kinds[key] for key in sorted(kinds) if key[2]]
   losses = [kinds[key] for key in sorted(kinds) if not key[2]]
   pairs = [record for pair in zip(wins, losses) for record in pair]
   rest = [record for record in wins + losses if not any(record is taken for taken in pairs)]
   order = lambda record: (str(record.get("stratum")), -_reward(record))
-  return sorted((pairs + rest)[:count], key=order)
+  more = [one for one in finer.values() if not any(one is taken for taken in pairs + rest)]
+  return sorted((pairs + rest + more)[:count], key=order)
 
 
 def view(record: Record) -> dict[str, Any]:
   """What the template `rollout` shows: question, answer, golden, right, chips, segments, ..."""
   golden = record.get("golden_answers")
-  golden = ", ".join(map(cut, golden[:20])) if isinstance(golden, list) else golden
+  golden = ", ".join(map(cut, golden[:_MOST_GOLDEN])) if isinstance(golden, list) else golden
   segments, left_out = _segments(record)
   return {
     "question": record.get("question"),
     "answer": record.get("answer"),
-    "golden": "–" if golden is None else golden,
-    "right": succeeded(record),
+    "golden": golden or "–",
+    "verdict": verdict(record),
     "chips": _chips(record),
     "segments": segments,
     "left_out": left_out,
+    "picks": "",
   }
 
 
@@ -101,7 +110,24 @@ def calls_of(turn: Any) -> list[dict[str, Any]]:
 
 
 def succeeded(record: Record) -> bool:
-  return _reward(record) > 0
+  """Whether a rollout answered right; where nobody knows, whether it earned anything."""
+  told = verdict(record)
+  return told == "right" if told else _reward(record) > 0
+
+
+def verdict(record: Record) -> str:
+  """`right` or `wrong`, by exact match with the golden answers; nothing where none are known.
+
+  The reward does not say it: a wrong answer may earn something for its form.
+  """
+  golden = record.get("golden_answers")
+  golden = golden[:_MOST_GOLDEN] if isinstance(golden, list) else []
+  golden = [one[:LONGEST] for one in golden if isinstance(one, str)]
+  answer = record.get("answer")
+  if not golden or record.get("fault"):
+    return ""
+  told = isinstance(answer, str) and rewards.exact_match(answer[:LONGEST], golden)
+  return "right" if told else "wrong"
 
 
 def short(value: Any, signed: bool = False) -> str:
@@ -114,12 +140,13 @@ def short(value: Any, signed: bool = False) -> str:
 
 def _chips(record: Record) -> list[tuple[str, str]]:
   """(text, kind) of the facts around a rollout; kind is good, bad or nothing."""
-  chips = [
-    (f"reward {short(record.get('reward'))}", "good" if succeeded(record) else "bad"),
-    (f"advantage {short(record.get('advantage'), signed=True)}", ""),
-    (f"stratum {short(record.get('stratum'))}", ""),
-    (f"calls: {told_calls(record)}", ""),
+  chips = [(told, _KINDS[told])] if (told := verdict(record)) else []
+  chips += [
+    (f"{name} {short(record[name], signed=name == 'advantage')}", "")
+    for name in ("reward", "advantage", "stratum")
+    if name in record
   ]
+  chips.append((f"calls: {told_calls(record)}", ""))
   if record.get("hops") is not None:
     chips.append((counted(record["hops"], "hop", "hops"), ""))
   if record.get("fault"):
@@ -146,7 +173,7 @@ def _segments(record: Record) -> tuple[list[dict[str, Any]], int]:
     made = {
       "origin": origin if origin in ("policy", "prompt") else "observation",
       "size": f"{segment['tokens']} tokens" if is_number(segment.get("tokens")) else "",
-      "text": highlighted(visible(text, room), origin == "policy", succeeded(record)),
+      "text": highlighted(visible(text, room), origin == "policy", verdict(record)),
       "calls": [_call(call, room) for call in calls[:most]] if origin == "policy" else [],
       "summary": "",
       "is_open": False,
@@ -184,10 +211,13 @@ def _call(call: Mapping[str, Any], room: int) -> dict[str, str]:
   }
 
 
-def highlighted(escaped: Markup, by_policy: bool, right: bool) -> Markup:
-  """Marks tags, and the policy's calls and answers, in text that is escaped already."""
+def highlighted(escaped: Markup, by_policy: bool, told: str) -> Markup:
+  """Marks tags, and the policy's calls and answers, in text that is escaped already.
+
+  told: the `verdict` on the answer.
+  """
   span = Markup('<span class="{}">{}</span>').format
-  answer = "reply right" if right else "reply wrong"
+  answer = f"reply {told}"
 
   def mark(found: re.Match) -> str:
     kind = answer if found[2] == "answer" else "query"

@@ -142,7 +142,7 @@ def json_object(raw: bytes, where: str) -> dict:
     raise ValueError(
       f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8."
     ) from error
-  except json.JSONDecodeError as error:
+  except (ValueError, RecursionError) as error:  # a number of 5,000 digits, nested lists
     raise ValueError(f"{where}: not JSON ({error}); each line must be one JSON object.") from error
   if not isinstance(record, dict):
     raise ValueError(

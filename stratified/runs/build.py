@@ -8,6 +8,7 @@ Nothing is written, trained or compiled here, so that a refusal leaves no trace.
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -20,7 +21,7 @@ from stratified.algorithms.base import Algorithm
 from stratified.config import read, Rule
 from stratified.data.tokenizer import Tokenizer
 from stratified.learner import trial
-from stratified.policy import decoder, families
+from stratified.policy import decoder, families, look_back
 from stratified.policy.files import hugging_face
 from stratified.policy.settings import decoder_config, PolicySettings
 from stratified.rewards import steps as step_rewards
@@ -47,6 +48,13 @@ class Run:
   task: base.Task | None = None
   reward: Any = None
   steps: Any = None
+
+  @property
+  def facts(self) -> dict[str, Any]:
+    """What run.json says of it: the policy's number of parameters, and the devices."""
+    sizes = [math.prod(weight.shape) for weight in decoder.weights(self.model).values()]
+    device = self.mesh.devices.flat[0].device_kind
+    return {"parameters": sum(sizes), "devices": f"{self.mesh.devices.size} x {device}"}
 
   @property
   def last(self) -> stage_parts.StageParts:
@@ -83,7 +91,10 @@ def build(config, *, task: bool = True) -> Run:
   refusals.check_protocol(config)
   refusals.check_warm_start(config)
   refusals.check_devices(config)
-  return assemble(config, mesh_of(config), model_config(config), task=task)
+  model, source = model_config(config), pathlib.Path(config.policy.checkpoint)
+  if config.policy.checkpoint and any(source.glob("*.safetensors")):  # a resumed run may lack them
+    hugging_face.check(source, model)
+  return assemble(config, mesh_of(config), model, task=task)
 
 
 def check(config) -> None:
@@ -165,7 +176,9 @@ def initial_params(
       dtype=dtype,
       sharding_of=lambda name: sharding.named(mesh, axes[name]),
     )
-  return decoder.init(model, jax.random.key(config.seed))
+  params = decoder.init(model, jax.random.key(config.seed))
+  offsets = config.policy.look_back
+  return look_back.start(model, params, offsets) if offsets else params
 
 
 def partition(config, tools=None) -> strata.Partition:

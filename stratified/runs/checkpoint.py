@@ -1,7 +1,6 @@
 """Saves and restores checkpoints of a run (Orbax), checked by the digest of each array."""
 
-from collections.abc import Mapping
-import contextlib
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 import os
@@ -11,12 +10,11 @@ from typing import Any
 
 from absl import logging as absl_logging
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from stratified.config import setting, Settings
 from stratified.learner import processes
-from stratified.policy import digest
+from stratified.runs import on_disk, unchanging
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +41,26 @@ class Checkpointer:
   A checkpoint is written beside its place and renamed into it when it is whole: a process killed at
   any moment leaves the checkpoint before. Saving copies the arrays to the host, since a training
   step may donate them right after, and writes them in the background; `close` waits for the last.
-  Each array's digest is kept beside it and compared when it is read.
+  Each array's digest is kept beside it and compared when it is read. Where a write fails, for want
+  of space or else, this and the next call raise Unusable, one sentence.
 
   Args:
     workdir: the run's folder.
     every: steps between two checkpoints.
     keep: how many of the newest stay; the best stays besides (see `save`).
+    once: fields of the state that never change: stored once, beside the checkpoints.
   """
 
-  def __init__(self, workdir: str | os.PathLike, every: int, keep: int = 2):
+  def __init__(
+    self, workdir: str | os.PathLike, every: int, keep: int = 2, *, once: Sequence[str] = ()
+  ):
     if every < 1 or keep < 1:
       raise ValueError(f"checkpoint.every = {every} and keep = {keep} must both be at least 1")
     absl_logging.get_absl_logger().addFilter(_worth_hearing)
     self._every = every
     self._path = pathlib.Path(workdir).absolute() / "checkpoints"
     self._best: int | None = None
+    self._once = tuple(once)
     newest = ocp.checkpoint_managers.LatestN(n=keep)
     self._manager = ocp.CheckpointManager(
       self._path,
@@ -103,14 +106,20 @@ class Checkpointer:
     if not (self.due(step) or force) or step == self.latest_step:
       return False
     self._best = best
-    return self._manager.save(
-      step,
-      args=ocp.args.StandardSave(state),
-      force=True,
-      custom_metadata={_DIGESTS: _digests(state), _SCORES: list(scores), _BEST: best},
-    )
+    found = on_disk.digests(state)
+    known = {on_disk.DIGESTS: found, _SCORES: list(scores), _BEST: best}
+    with on_disk.writing(self._path):
+      known[_ONCE] = {
+        name: unchanging.store(self._path, name, getattr(state, name), found) for name in self._once
+      }
+      state = unchanging.without(state, self._once)
+      return self._manager.save(
+        step, args=ocp.args.StandardSave(state), force=True, custom_metadata=known
+      )
 
-  def restore_latest(self, abstract_state: Any) -> tuple[Any, int] | None:
+  def restore_latest(
+    self, abstract_state: Any, remade: Mapping[str, Callable[[], Any]] = {}
+  ) -> tuple[Any, int] | None:
     """Restores (state, step) of the newest checkpoint that is good; None if there is none at all.
 
     Those after it are damaged: each is named in a printed sentence and moved to STEP.damaged.
@@ -118,6 +127,7 @@ class Checkpointer:
     Args:
       abstract_state: a tree of jax.ShapeDtypeStruct (see `abstract`); each leaf's sharding is where
         its array goes, whatever mesh it was saved from.
+      remade: {field: a function that makes it again}, for what is stored once.
 
     Raises:
       ValueError: the newest checkpoint has other arrays than `abstract_state` (all are named) or is
@@ -127,8 +137,13 @@ class Checkpointer:
     refused = {}
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
-        state = self._restore(step, abstract_state)
-      except (Damaged, Foreign) as error:
+        try:
+          state = self._restore(step, abstract_state)
+        except on_disk.Damaged as error:
+          if not unchanging.store_again(self._path, error, remade):
+            raise
+          state = self._restore(step, abstract_state)
+      except (on_disk.Damaged, on_disk.Foreign) as error:
         refused[step] = error
         continue
       self._put_aside(refused, step)
@@ -139,13 +154,18 @@ class Checkpointer:
 
   def _restore(self, step: int, abstract_state: Any) -> Any:
     path = self._path / str(step)
-    with _reading(path, "remove that folder and the run starts anew"):
-      saved = _arrays(self._manager.item_metadata(step).tree)
-      if not (differences := _differences(saved, _arrays(abstract_state))):
-        state = self._manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
-        _check(state, self._manager.metadata(step).custom_metadata, path)
-        return state
-    raise Foreign(
+    with on_disk.reading(path, "remove that folder and the run starts anew"):
+      known = self._manager.metadata(step).custom_metadata or {}
+      once = known.get(_ONCE, {})
+      saved = on_disk.shapes(self._manager.item_metadata(step).tree)
+      saved |= unchanging.shapes(self._path, once)
+      if not (differences := on_disk.differences(saved, on_disk.shapes(abstract_state))):
+        wanted = unchanging.without(abstract_state, once)
+        state = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        on_disk.check(state, known, path)
+        read = unchanging.read(self._path, once, abstract_state, known) if once else {}
+        return state._replace(**read) if read else state
+    raise on_disk.Foreign(
       f"the checkpoint {path} is of another model or optimizer:\n"
       + "\n".join(differences)
       + "\nUse the config that it was saved with, or a new workdir."
@@ -161,8 +181,8 @@ class Checkpointer:
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(path, aside)
         print(
-          f"the checkpoint of step {path.name} is damaged ({_reason(error)}) and now in {aside}, "
-          f"which may be removed; the run goes on from the one of step {good}",
+          f"the checkpoint of step {path.name} is damaged ({on_disk.reason(error)}) and now in "
+          f"{aside}, which may be removed; the run goes on from the one of step {good}",
           flush=True,
         )
 
@@ -172,11 +192,14 @@ class Checkpointer:
 
   def wait(self) -> None:
     """Waits until the last checkpoint is whole."""
-    self._manager.wait_until_finished()
+    with on_disk.writing(self._path):
+      self._manager.wait_until_finished()
 
   def close(self) -> None:
-    self.wait()
-    self._manager.close()
+    try:
+      self.wait()
+    finally:
+      self._manager.close()
 
   def __enter__(self) -> "Checkpointer":
     return self
@@ -185,38 +208,7 @@ class Checkpointer:
     self.close()
 
 
-class Damaged(ValueError):
-  """A checkpoint that can't be read as it was written; the sentence says why."""
-
-
-class Foreign(ValueError):
-  """A checkpoint of other arrays than those asked for; the sentence names them."""
-
-
-_DIGESTS, _SCORES, _BEST = "digests", "scores", "best"
-# in what TensorStore raises: the machine's state, not the files'
-_NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "Too many open files", "Permission denied")
-
-
-@contextlib.contextmanager
-def _reading(path: pathlib.Path, way_out: str):
-  """Turns what reading a checkpoint raises into Damaged, unless that says nothing of its files."""
-  try:
-    yield
-  except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
-    raise
-  except Exception as error:
-    if any(word in str(error) for word in _NOT_DAMAGE):
-      raise
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    damage = Damaged(f"the checkpoint {path} is damaged ({said}): {way_out}")
-    damage.reason = said
-    # of several processes another may have read it well, and would wait for this one's answer
-    raise (damage if jax.process_count() == 1 else ValueError(f"{damage}")) from error
-
-
-def _reason(error: ValueError) -> str:
-  return getattr(error, "reason", "it says that it is of another model")
+_SCORES, _BEST, _ONCE = "scores", "best", "once"
 
 
 def restore_part(
@@ -246,12 +238,12 @@ def restore_part(
   for one in steps if step is None else [step]:
     try:
       found = _read_part(path / str(one), dict(abstract_part))
-    except (Damaged, Foreign) as error:
+    except (on_disk.Damaged, on_disk.Foreign) as error:
       refused = refused or error
       continue
     if refused:
       print(
-        f"checkpoints after step {one} in {path} are damaged ({_reason(refused)}); "
+        f"checkpoints after step {one} in {path} are damaged ({on_disk.reason(refused)}); "
         f"the one of step {one} is used",
         flush=True,
       )
@@ -269,7 +261,10 @@ def best_step(workdir: str | os.PathLike) -> int | None:
   if not steps:
     return None
   newest = path / str(max(steps))
-  with _reading(newest, "name a step, or remove that folder"), ocp.StandardCheckpointer() as reader:
+  with (
+    on_disk.reading(newest, "name a step, or remove that folder"),
+    ocp.StandardCheckpointer() as reader,
+  ):
     found = (reader.metadata(newest).custom_metadata or {}).get(_BEST)
   return found if found in steps else None
 
@@ -289,76 +284,32 @@ def step_of(workdir: str | os.PathLike, named: int | str | None) -> int | None:
 
 def _read_part(path: pathlib.Path, part: dict[str, Any]) -> dict[str, Any]:
   with (
-    _reading(path, "name another step, or remove that folder"),
+    on_disk.reading(path, "name another step, or remove that folder"),
     ocp.Checkpointer(
       ocp.CompositeCheckpointHandler(default=ocp.PyTreeCheckpointHandler())
     ) as reader,
   ):
     stored = reader.metadata(path)
-    saved = stored.item_metadata["default"].tree
-    differences = _differences(_arrays({name: saved.get(name) for name in part}), _arrays(part))
+    once = (stored.custom_metadata or {}).get(_ONCE, {})
+    once = {name: where for name, where in once.items() if name in part}
+    tree = stored.item_metadata["default"].tree
+    saved = on_disk.shapes({name: tree.get(name) for name in part})
+    saved |= unchanging.shapes(path.parent, once)
+    differences = on_disk.differences(saved, on_disk.shapes(part))
     if not differences:
+      beside = unchanging.read(path.parent, once, part, stored.custom_metadata)
+      part = {name: value for name, value in part.items() if name not in once}
       wanted = ocp.args.PyTreeRestore(
         part, restore_args=ocp.checkpoint_utils.construct_restore_args(part), partial_restore=True
       )
       found = reader.restore(path, args=ocp.args.Composite(default=wanted))["default"]
-      _check(found, stored.custom_metadata, path)
-      return found
-  raise Foreign(
+      on_disk.check(found, stored.custom_metadata, path)
+      return found | beside
+  raise on_disk.Foreign(
     f"the checkpoint {path} is of another model:\n"
     + "\n".join(differences)
     + "\nUse the config that it was saved with."
   )
-
-
-def _named(tree: Any) -> dict[str, Any]:
-  """{dotted path: leaf}."""
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="."): leaf
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-  }
-
-
-def _digests(tree: Any) -> dict[str, str]:
-  """{dotted path: digest} of each array."""
-  leaves = _named(tree)
-  return dict(zip(leaves, digest.texts(list(leaves.values())), strict=True))
-
-
-def _check(tree: Any, metadata: Mapping[str, Any] | None, path: pathlib.Path) -> None:
-  """Raises ValueError, naming an array, where one is not what was saved.
-
-  A step with values that are not finite is never saved, so such values are damage too.
-  """
-  wanted = (metadata or {}).get(_DIGESTS)
-  if isinstance(wanted, Mapping):
-    for name, found in _digests(tree).items():
-      if wanted.get(name) != found:
-        raise ValueError(f"{name} is not what was saved: its digest differs")
-  elif processes.is_first():
-    print(f"the checkpoint {path} has no digests: its arrays can't be checked", flush=True)
-  for name, leaf in _named(tree).items():
-    leaf = digest.on_device(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(_finite(leaf)):
-      raise ValueError(f"{name} holds values that are not finite")
-
-
-@jax.jit
-def _finite(x):
-  return jnp.isfinite(x).all()
-
-
-def _arrays(tree: Any) -> dict[str, str]:
-  """Each array's dotted path -> its dtype and shape, as text that can be compared and shown."""
-  return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in _named(tree).items()}
-
-
-def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-  return [
-    f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} now"
-    for name in sorted(saved | wanted)
-    if saved.get(name) != wanted.get(name)
-  ]
 
 
 def _worth_hearing(record: logging.LogRecord) -> bool:

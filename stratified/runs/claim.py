@@ -4,19 +4,23 @@ The writer holds a lock of the operating system on a file of the workdir, which 
 process ends, however it ends: a killed run blocks nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import errno
 import fcntl
 import json
 import os
 import pathlib
+import re
+import shlex
 import socket
 import time
 from typing import Any
 
+import stratified
 from stratified import files
 from stratified.config import changed, free, public, Rule
+from stratified.runs import workdir as workdirs
 
 NAME = "writer.lock"
 # what a file system answers that has no locks
@@ -120,6 +124,19 @@ def check_config(
         + "\nUse a new --workdir for the new config, or the old values to resume this run."
       )
   files.write_atomic(path, text)
+
+
+def record_start(workdir: str | os.PathLike, argv: Sequence[str], **facts: Any) -> None:
+  """Writes workdir/run.json the first time: when and by which command the run began, and `facts`.
+
+  The command is written without passwords.
+  """
+  path = pathlib.Path(workdir) / "run.json"
+  if not path.exists():
+    command = re.sub(r"(?<=://)[^/@\s,]*@", "***@", shlex.join(["python", *argv]))
+    version = stratified.__version__
+    began = workdirs.moment(time.time())
+    files.write_json(path, {"began": began, "command": command, "version": version} | facts)
 
 
 def _may_change(key: str, before: Mapping, after: Mapping, rules: Mapping[str, Rule]) -> bool:

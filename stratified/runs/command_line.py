@@ -7,11 +7,12 @@ Status 0 is success, 1 a refusal or failure that the program explains, 2 a comma
 no sense, 130 an end by Ctrl-C.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+import os
 import pathlib
 import re
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from absl import app, flags
 
@@ -38,11 +39,56 @@ def run(
       config of a workdir; `named` tells whether --config itself was given.
     words: whether the program takes anything beside flags.
   """
+  keep_streams()
   try:
     app.run(main, flags_parser=lambda argv: parse(_with_default(argv, config, fields_of), words))
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
+
+
+class Lasting:
+  """A standard stream whose reader may leave (`| head`): what is written after goes nowhere."""
+
+  def __init__(self, stream: TextIO):
+    self._stream, self._number = stream, stream.fileno()
+
+  def write(self, text: str) -> int:
+    return self._kept(self._stream.write, text)
+
+  def writelines(self, lines: Iterable[str]) -> None:
+    for line in lines:
+      self.write(line)
+
+  def flush(self) -> None:
+    self._kept(self._stream.flush)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+  def _kept(self, call: Callable, *args) -> Any:
+    try:
+      return call(*args)
+    except OSError:
+      nowhere = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(nowhere, self._number)  # what native code writes there, too
+      os.close(nowhere)
+      return call(*args) if not args else len(args[0])
+
+
+def keep_streams() -> None:
+  """Lets a program go on where standard output or error is closed, before its start or later."""
+  for number in range(3):
+    try:
+      os.fstat(number)
+    except OSError:  # or the next file that is opened would get what is meant for the stream
+      os.open(os.devnull, os.O_RDWR)
+  for name, number in (("stdout", 1), ("stderr", 2)):
+    stream = getattr(sys, name)
+    if stream is None:
+      setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    elif stream is getattr(sys, f"__{name}__"):  # a test's stays as it is
+      setattr(sys, name, Lasting(stream))
 
 
 def define_choice(name: str, bare: str, choices: Sequence[str], meaning: str) -> flags.FlagHolder:

@@ -1,6 +1,6 @@
 """Says what an evaluation of a config asks, and what its answers depend on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import pathlib
 from typing import Any
@@ -18,6 +18,24 @@ def for_evaluation(config):
   """Puts the questions of data.evaluation, where there are any, in place of training's."""
   if config.data.name == "files" and config.data.evaluation:
     config.data.questions, config.data.split = config.data.evaluation, ""
+  return config
+
+
+def stored_config(workdir: pathlib.Path, given: Mapping[str, Any]):
+  """Reads a run's config, with the fields that the command line gives.
+
+  Raises ValueError for a field that changes what the policy answers: the answers would be those of
+  another run.
+  """
+  config = run_settings.read_workdir(workdir)
+  may = unaffected(run_settings.rules(), "answers")
+  fixed = [name for name in given if name not in may]
+  if fixed:
+    raise ValueError(
+      f"--config.{fixed[0]} can't be changed for the run in {workdir}: its answers would be "
+      "those of another run; leave it out, or name another --workdir"
+    )
+  config.update_from_flattened_dict(dict(given))
   return config
 
 

@@ -1,6 +1,7 @@
 """Gives a supervised stage its batches: golden answers, or demonstrations that are right."""
 
 from collections.abc import Callable
+import functools
 
 from stratified.agents.tags import ANSWER
 from stratified.algorithms.supervised import SftSettings
@@ -28,7 +29,7 @@ class Examples:
     self._settings = read(SftSettings, around.run.config)
 
   def start(self, state: TrainState) -> bool:
-    return evaluate_first(self._around, self._parts, self._policy(state))
+    return evaluate_first(self._around, self._parts, functools.partial(self._policy, state))
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
     found = {"answers": self._answers, "demonstrations": self._demonstrations}

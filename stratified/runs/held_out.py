@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 
 from stratified import files
@@ -18,13 +19,19 @@ Watch = Callable[[int, dict], dict]
 
 
 def evaluate(
-  params, task: Task, sampler, *, count: int, forced: int | None = None, only: str | None = None
+  task: Task,
+  sampler,
+  *,
+  count: int,
+  forced: int | None = None,
+  only: str | None = None,
+  stop: Callable[[], bool] = lambda: False,
 ) -> dict:
-  """Evaluates every held-out set, or `only` one: {set: scores}; each process makes its share.
+  """Evaluates what the sampler holds on every held-out set, or `only` one: {set: scores}.
 
-  forced: makes every rollout search exactly that often.
+  Each process makes its share. forced: makes every rollout search exactly that often. Raises
+  runner.Stopped where stop() says so.
   """
-  sampler.load(params, runner.FIRST_STEP)
   collect = functools.partial(
     rollouts.collect,
     task,
@@ -41,6 +48,7 @@ def evaluate(
         tools=task.tool_names,
         what="" if forced is None else f" with {forced} searches each",
         active=processes.is_first(),
+        stop=stop,
       )
       scores[name] = scoring.summarise(rows)
   return scores
@@ -53,16 +61,16 @@ def due(config, parts, step: int) -> bool:
 
 
 def evaluate_start(
-  config, params, task, sampler, writer, workdir: pathlib.Path, watch: Watch
+  config, task, sampler, writer, workdir: pathlib.Path, watch: Watch, stop: Callable[[], bool]
 ) -> None:
   """Evaluates the first policy: by its own choice, and made to search 0, 1, 2, ... times."""
-  scores = evaluate(params, task, sampler, count=config.eval.questions)
+  scores = evaluate(task, sampler, count=config.eval.questions, stop=stop)
   parts = {"warm_start": {"sets": scores}}
   if config.eval.forced:
     parts["warm_start_forced"] = {
       str(n): {
         "sets": evaluate(
-          params, task, sampler, count=config.eval.questions, forced=n, only=scoring.HELD_OUT
+          task, sampler, count=config.eval.questions, forced=n, only=scoring.HELD_OUT, stop=stop
         )
       }
       for n in range(config.rollout.max_turns + 1)
@@ -72,10 +80,17 @@ def evaluate_start(
 
 
 def evaluate_at(
-  config, params, task, sampler, writer, workdir: pathlib.Path, watch: Watch, step: int
+  config,
+  task,
+  sampler,
+  writer,
+  workdir: pathlib.Path,
+  watch: Watch,
+  stop: Callable[[], bool],
+  step: int,
 ) -> None:
   """Evaluates the policy now; evaluation.json keeps the newest."""
-  scores = evaluate(params, task, sampler, count=config.eval.questions)
+  scores = evaluate(task, sampler, count=config.eval.questions, stop=stop)
   writer.write({"step": step} | scoring.metrics_row(scores) | watch(step, scores))
   record(workdir, {"step": step, "sets": scores})
 
@@ -85,5 +100,10 @@ def record(workdir: pathlib.Path, parts: dict) -> None:
   if not processes.is_first():
     return
   path = workdir / "evaluation.json"
-  known = files.read_object(path) if path.exists() else {}
+  try:
+    known = files.read_object(path, "it is moved aside") if path.exists() else {}
+  except ValueError as error:
+    known, aside = {}, path.with_name("evaluation.json.damaged")
+    os.replace(path, aside)
+    print(f"{error} to {aside.name}, and a new one is begun", flush=True)
   files.write_atomic(path, json.dumps(known | parts, indent=2) + "\n")

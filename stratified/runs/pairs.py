@@ -7,6 +7,7 @@ file of other weights; one that goes on reads it again, and refuses one that was
 """
 
 from collections.abc import Callable
+import functools
 import hashlib
 import json
 import pathlib
@@ -50,7 +51,7 @@ class Pairs:
     self._mined: pairs.Mined | None = None
 
   def start(self, state: TrainState) -> bool:
-    return evaluate_first(self._around, self._parts, self._policy(state))
+    return evaluate_first(self._around, self._parts, functools.partial(self._policy, state))
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
     """Takes a step's batch; before the first, mines. Raises Stopped where asked to meanwhile."""
@@ -121,23 +122,22 @@ class Pairs:
     path = self._around.workdir / "pairs" / f"cycle_{self._parts.stage.cycle}.jsonl"
     if step > self._parts.first:
       return read(path, None)
-    policy = self._policy(state)
-    made_by = hash_of(policy)
+    made_by = hash_of(self._policy(state))
     if path.exists():
       return read(path, made_by)
-    mined = self._mine(policy)
+    mined = self._mine(functools.partial(self._policy, state))
     decode = self._around.run.task.tokenizer.decode
     processes.first_then_all(lambda: write(path, mined, decode, made_by), f"{path}")
     return read(path, made_by)  # as a run that goes on will find them
 
-  def _mine(self, policy) -> pairs.Mined:
+  def _mine(self, policy: Callable) -> pairs.Mined:
     """Rolls out training questions with the policy, rewards them, and picks the pairs."""
     run, settings = self._around.run, self._algorithm.pairs
     config, task, sampler = run.config, run.task, self._around.sampler
     if self._algorithm.kept_steps:
       groups = kept(self._around.workdir, self._parts.first, self._algorithm.kept_steps)
       return self._picked(groups[: settings.num_questions])
-    sampler.load(policy, self._parts.first)
+    sampler.load(policy(), self._parts.first)
     groups, each = [], config.data.questions_per_step
     samples = settings.samples_per_question or config.rollout.samples_per_question
     with Progress(

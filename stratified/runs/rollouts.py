@@ -54,24 +54,25 @@ class Rollouts:
     )
     self._next = None
 
-  def take(self, step: int, params) -> tuple[list, dict[str, float], dict[str, int]]:
-    """Takes ([Q][K] trajectories of the step, their seconds, counts); the step updates `params`.
+  def take(self, step: int, policy: Callable) -> tuple[list, dict[str, float], dict[str, int]]:
+    """Takes ([Q][K] trajectories of the step, their seconds, counts).
 
+    policy() gives the parameters that the step updates, which nothing here holds on to.
     The counts say what was sampled in vain; {} where nothing is sampled anew.
     """
-    groups, times, counts = self._next.result() if self._next else self._begin(step, step, params)()
+    groups, times, counts = self._next.result() if self._next else self._begin(step, step, policy)()
     self._next = None
     if self._pool and step + 1 < self._end:
-      self._next = self._pool.submit(self._begin(step + 1, step, params))
+      self._next = self._pool.submit(self._begin(step + 1, step, policy))
     elif self._config.sampler.release:
       self._sampler.release()
     counts = processes.total(counts) if counts else {}
     return processes.exchange(groups, self._config.data.questions_per_step), times, counts
 
-  def _begin(self, step: int, version: int, params):
+  def _begin(self, step: int, version: int, policy: Callable):
     """Loads the parameters; returns what samples the step's rollouts, in any thread."""
     start = time.perf_counter()
-    self._sampler.load(params, version)
+    self._sampler.load(policy(), version)
     load_s = time.perf_counter() - start
 
     def run():

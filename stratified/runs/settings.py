@@ -187,7 +187,10 @@ def read_workdir(workdir: pathlib.Path):
         "trained the run"
       )
     value = tuple(value) if isinstance(value, list) else value
-    configs.check(name, value, rules()[name])
+    try:
+      configs.check(name, value, rules()[name])
+    except ValueError as error:
+      raise ValueError(f"{path}: {error}; bring it back from a copy") from error
     config.update_from_flattened_dict({name: value})
   return config
 

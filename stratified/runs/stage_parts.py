@@ -147,6 +147,7 @@ def optimizer(config, *, warm_start: bool = False, critic: Critic | None = None)
       decay_steps=w.num_steps,
       weight_decay=w.weight_decay,
       clip_norm=o.clip_norm,
+      embedding_rate=o.embedding_rate,
       b1=0.9,
       b2=0.98,
     )

@@ -94,7 +94,7 @@ class Reinforcement:
 
   def take(self, step: int, state: TrainState) -> tuple[Batch, dict]:
     run = self._around.run
-    groups, times, counts = self._rollouts.take(step, self._policy(state))
+    groups, times, counts = self._rollouts.take(step, functools.partial(self._policy, state))
     scores, reward, strata, parts = self._judged(groups, step)
     self._sampled = groups, reward, strata
     row = scoring.rollout_row(groups, scores, step, run.task.tool_names)
@@ -166,12 +166,12 @@ class Reinforcement:
       processes.first_then_all(keep, f"rollouts of step {step}")
     if held_out.due(config, self._parts, step):
       self._rollouts.settle()
-      evaluate(self._around, self._policy(state), step)
+      evaluate(self._around, functools.partial(self._policy, state), step)
     return f"reward {row['reward/mean']:.3f}, searches {row['rollout/searches_mean']:.2f}"
 
   def start(self, state: TrainState) -> bool:
     """Evaluates the policy that the run begins with; that takes long enough to be kept."""
-    return evaluate_first(self._around, self._parts, self._policy(state))
+    return evaluate_first(self._around, self._parts, functools.partial(self._policy, state))
 
   def __enter__(self) -> "Reinforcement":
     self._rollouts.__enter__()

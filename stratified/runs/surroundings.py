@@ -1,12 +1,15 @@
 """Holds what all stages of a run share, and what each does: rows, evaluations, blame."""
 
+from collections.abc import Callable
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
-from stratified.learner import batching
+from stratified.evaluation import runner
+from stratified.learner import batching, processes
 from stratified.runs import build, held_out
 from stratified.runs.convergence import StageScores
 from stratified.runs.stage_parts import StageParts
@@ -76,7 +79,7 @@ def write_update(
 def evaluate_if_due(around: Surroundings, parts: StageParts, policy_of, step: int, state):
   """Evaluates policy_of(state) where the step is one after which a run is evaluated."""
   if held_out.due(around.run.config, parts, step):
-    evaluate(around, policy_of(state), step)
+    evaluate(around, functools.partial(policy_of, state), step)
 
 
 def unrewarded(groups, parts: StageParts, prompts=None, others=None) -> Batch:
@@ -108,19 +111,44 @@ def writing(task) -> dict[str, Any]:
   }
 
 
-def evaluate(around: Surroundings, policy, step: int) -> None:
-  """Evaluates the policy after a step."""
+def evaluate_missing(around: Surroundings, parts: StageParts, policy: Callable, step: int):
+  """Evaluates a step that a run goes on from, where the run was stopped in its evaluation."""
+  if parts.supervised or not held_out.due(around.run.config, parts, step):
+    return
+  if not processes.any_of(around.writer.evaluated(step)):
+    evaluate(around, policy, step)
+
+
+def evaluate(around: Surroundings, policy: Callable, step: int) -> None:
+  """Evaluates the policy after a step; policy() gives its weights."""
   a = around
-  held_out.evaluate_at(
-    a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir, a.scores.add, step
-  )
+  with judging(a, policy):
+    held_out.evaluate_at(
+      a.run.config, a.run.task, a.judge, a.writer, a.workdir, a.scores.add, a.stop.alone, step
+    )
 
 
-def evaluate_first(around: Surroundings, parts: StageParts, policy) -> bool:
+def evaluate_first(around: Surroundings, parts: StageParts, policy: Callable) -> bool:
   """Evaluates the policy that a run begins with; says whether so much was done that it is kept."""
   a = around
   if not parts.first:
-    held_out.evaluate_start(
-      a.run.config, policy, a.run.task, a.judge, a.writer, a.workdir, a.scores.add
-    )
+    with judging(a, policy):
+      held_out.evaluate_start(
+        a.run.config, a.run.task, a.judge, a.writer, a.workdir, a.scores.add, a.stop.alone
+      )
   return not parts.first
+
+
+@contextlib.contextmanager
+def judging(around: Surroundings, policy: Callable):
+  """Loads the greedy sampler, alone on its devices; in this process they are freed of it after.
+
+  Training's sampler gets weights anew before its next rollouts in any case.
+  """
+  here = around.run.config.sampler.name == "jax"
+  if here:
+    around.sampler.release()
+  around.judge.load(policy(), runner.FIRST_STEP)
+  yield
+  if here:
+    around.judge.release()

@@ -12,15 +12,16 @@ import time
 
 import jax
 
+from stratified.evaluation import runner
 from stratified.learner import batching, processes
 from stratified.progress import Progress
 from stratified.retrieval.client import RetrieverDown
-from stratified.runs import build, samplers, stages, timetable
+from stratified.runs import build, events, samplers, stages, timetable, trackers
 from stratified.runs.checkpoint import Checkpointer, restore_part
 from stratified.runs.convergence import StageScores
 from stratified.runs.stage_parts import StageParts
 from stratified.runs.stop import Diverged, OutsideFailed, Stop, Stopped, Unusable
-from stratified.runs.surroundings import Surroundings
+from stratified.runs.surroundings import evaluate_missing, Surroundings
 from stratified.runs.weights import end_of, folder_of, of_stage, Weights
 from stratified.runs.writer import Writer
 from stratified.sampling.sglang.errors import SamplerError
@@ -68,7 +69,9 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
       samplers.samplers(run.config, run.mesh, run.model, run.task.tokenizer)
     )
     seats = [stack.enter_context(seat_of(run, parts, workdir)) for parts in run.stages]
-    number, restored = newest(seats)
+    with stop.at_once():
+      number, restored = newest(seats)
+      params = None if restored else started(run, seats[0])
     resumed = restored if seats[number].parts.stage.source != "demonstrations" else None
     warm = seats[0] if seats[0].parts.stage.source == "demonstrations" else None
     try:
@@ -77,17 +80,13 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
         resume_step=seats[number].parts.first + resumed[1] if resumed else None,
         warm_start_step=(warm.saved.latest_step or 0) if warm else 0,
         active=processes.is_first(),
+        backends=(events.TensorBoard, *trackers.of(run.config)),
       )
     except ValueError as error:  # a damaged line, by its number
       raise Unusable(f"{error}") from error
     times = timetable.of_run(run, what)
     say(f"{'to do' if restored is None else 'the whole run'}: {times}")
     around = Surroundings(run, workdir, sampler, judge, stack.enter_context(writer), stop, times)
-    params = (
-      None
-      if restored
-      else build.initial_params(run.config, run.model, run.mesh, dtype=seats[0].weights.start_dtype)
-    )
     for seat in seats[number:]:
       fresh = restored is None
       state, step = (begin(seat, seats, params), 0) if fresh else restored
@@ -99,6 +98,14 @@ def train(run: build.Run, workdir: pathlib.Path, stop: Stop) -> None:
         params, state = handed_on(seat, state), None
 
 
+def started(run: build.Run, seat: Seat):
+  """The policy that the run begins with; Unusable where its files are damaged."""
+  try:
+    return build.initial_params(run.config, run.model, run.mesh, dtype=seat.weights.start_dtype)
+  except (ValueError, OSError) as error:
+    raise Unusable(f"{error}") from error
+
+
 @contextlib.contextmanager
 def seat_of(run: build.Run, parts: StageParts, workdir: pathlib.Path):
   """Opens the seat of a stage."""
@@ -106,7 +113,7 @@ def seat_of(run: build.Run, parts: StageParts, workdir: pathlib.Path):
   every = EARLIER_EVERY if parts.supervised else run.config.checkpoint.every
   keep_best = not parts.supervised and run.config.checkpoint.keep_best
   scores = StageScores.of(run.config, parts, last=parts is run.last)
-  with Checkpointer(folder, every) as saved:
+  with Checkpointer(folder, every, once=weights.unchanging) as saved:
     yield Seat(parts, folder, weights, saved, scores, keep_best)
 
 
@@ -149,9 +156,9 @@ def newest(seats: list[Seat]) -> tuple[int, tuple[TrainState, int] | None]:
   """Finds the stage to go on with: (its number, its (state, step) or None at the very start)."""
   for number, seat in reversed(list(enumerate(seats))):
     try:
-      found = seat.saved.restore_latest(seat.weights.abstract())
+      found = seat.saved.restore_latest(seat.weights.abstract(), seat.weights.remade())
       restored = seat.weights.resume(found)
-    except ValueError as error:  # it names what is damaged or differs, and the way out
+    except (ValueError, FileNotFoundError) as error:  # it names what is damaged or differs
       raise Unusable(f"{error}") from error
     if restored:
       seat.scores.scores[:] = seat.saved.scores(restored[1])
@@ -177,8 +184,16 @@ def run_stage(
       whole=functools.partial(around.times.say, around.run.stages.index(seat.parts)),
     ) as progress,
   ):
-    if fresh and source.start(state):
-      seat.save(0, state, force=True)
+    try:
+      if fresh and source.start(state):
+        seat.save(0, state, force=True)
+      elif step:
+        policy = functools.partial(weights.policy, state)
+        evaluate_missing(around, seat.parts, policy, first + step)
+        del policy
+    except runner.Stopped:
+      say(f"stopped in the evaluation of step {first + step}; the same command goes on with it")
+      return state
     while step < stage.num_steps and not seat.scores.ended and not stop.agreed():
       try:
         batch, row = source.take(first + step, state)
@@ -189,8 +204,12 @@ def run_stage(
         break
       placed, start = batching.place(around.run.mesh, batch), time.perf_counter()
       state, stats = jax.block_until_ready(seat.parts.learn(state, placed))
+      del placed  # it need not lie there while the next rollouts are made
       row["time/update_s"], step = time.perf_counter() - start, step + 1
-      note = source.finish(first + step, state, stats, batch, row)
+      try:
+        note = source.finish(first + step, state, stats, batch, row)
+      except runner.Stopped:  # when the run goes on, it begins with that evaluation
+        note = "stopped in its evaluation"
       # After all of the step's rows: a run killed before this repeats the step, one killed after it
       # has them.
       seat.save(step, state, force=step == stage.num_steps)

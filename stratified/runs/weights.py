@@ -54,6 +54,29 @@ class Weights:
       return "float32"
     return {name: decoder.seen_dtype(self.model, name) for name in decoder.weights(self.model)}
 
+  @property
+  def unchanging(self) -> tuple[str, ...]:
+    """The parts of the state that no step changes, and a checkpoint holds."""
+    teacher = self.parts.stage.algorithm.teacher
+    follows = bool(teacher and teacher.weights == "ema")
+    kept = self.parts.with_reference and not self.adapter and not follows
+    return ("reference",) if kept else ()
+
+  def remade(self) -> dict[str, Callable[[], decoder.Params]]:
+    """What makes the parts of `unchanging` again, where they come from the stage's own start."""
+    own = self.parts.stage.reference_of is None
+    return {name: self._reference_again for name in self.unchanging if own}
+
+  def _reference_again(self) -> decoder.Params:
+    wanted = self.abstract().reference
+    if self.before:
+      params, _ = self.before()
+    else:
+      params = build.initial_params(self.config, self.model, self.mesh)
+    return {
+      name: sharding.put(params[name].astype(x.dtype), x.sharding) for name, x in wanted.items()
+    }
+
   def begin(self, params, opt_state=None, reference=None) -> TrainState:
     """Makes the state at step 0 from `params`, which it takes over.
 

@@ -1,6 +1,7 @@
 """Reads workdirs: what a run's files hold, and how runs are found and named.
 
     config.json                       the run's config
+    run.json                          when it began, by which command, of how many parameters
     metrics.jsonl                     a row a step, and rows of evaluations and of the warm start
     evaluation.json                   the newest scores by question set
     trajectories/step_NNNNNN.jsonl    the rollouts of a step, one a line
@@ -15,6 +16,7 @@ notes. `config_of` and `evaluation_of` are strict.
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import datetime
 import glob
 import json
 import math
@@ -35,7 +37,8 @@ class Run:
   """What a workdir holds.
 
   Its config with dotted keys, the rows of metrics.jsonl, evaluation.json, the files of its rollouts
-  by step, and sentences on what is missing or could not be read.
+  by step, run.json, when metrics.jsonl was last written, and sentences on what is missing or could
+  not be read.
   """
 
   path: pathlib.Path
@@ -44,6 +47,8 @@ class Run:
   evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   trajectories: Mapping[int, pathlib.Path] = dataclasses.field(default_factory=dict)
   notes: Sequence[str] = ()
+  start: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  written: str = ""
 
   @property
   def seed(self) -> Any:
@@ -101,7 +106,22 @@ def read(path: str | os.PathLike) -> Run:
     for file in sorted((folder / "trajectories").glob("*"))
     if (name := re.fullmatch(r"step_(\d+)\.jsonl", file.name))
   }
-  return Run(folder, config, rows, evaluation, trajectories, notes)
+  start = _object(folder / "run.json", notes)
+  written = _written(folder / "metrics.jsonl")
+  return Run(folder, config, rows, evaluation, trajectories, notes, start, written)
+
+
+def _written(path: pathlib.Path) -> str:
+  """When a file was last written, as `2026-01-31 09:30 UTC`; nothing where there is none."""
+  try:
+    return moment(path.stat().st_mtime)
+  except (OSError, ValueError, OverflowError):
+    return ""
+
+
+def moment(seconds: float) -> str:
+  """A time as pages name it."""
+  return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _is_step(value: Any) -> bool:

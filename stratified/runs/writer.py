@@ -18,9 +18,12 @@ import numpy as np
 from stratified import files
 from stratified.config import setting, Settings
 from stratified.runs import events
+from stratified.runs.workdir import MAIN
 from stratified.types import Trajectory
 
 Row = dict[str, Any]
+# (workdir, name of the curve's run, first step) -> what takes its numbers, see events.Backend
+OpenBackend = Callable[[pathlib.Path, str, int | None], events.Backend]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +34,18 @@ class LoggingSettings(Settings):
   trajectories_every: int = setting(
     1, "steps between two files of rollouts in trajectories/; 0 writes none", low=0, affects=[]
   )
+  tracker: str = setting(
+    "none",
+    "where the numbers go beside TensorBoard",
+    choices=["none", "wandb", "mlflow", "trackio"],
+    affects=[],
+  )
+  project: str = setting(
+    "stratified", "tracker: the project, or experiment, that the run belongs to", affects=[]
+  )
 
 
+STEPS = ("step", "warm_start/step")
 TOKENS = ("run/sampled_tokens", "run/trained_tokens")
 _TRAJECTORY_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -128,7 +141,7 @@ class Writer:
     warm_start_step: how much of the warm start was kept when `resume_step` is None; later
       warm-start rows are removed. A restored checkpoint keeps them all.
     active: False on every process but the first; nothing is read or written then.
-    backend: what takes the numbers of the rows beside metrics.jsonl, see events.Backend.
+    backends: what takes the numbers of the rows beside metrics.jsonl, see events.Backend.
 
   Raises:
     ValueError: a line of metrics.jsonl other than the last is no JSON object.
@@ -141,23 +154,25 @@ class Writer:
     *,
     warm_start_step: int = 0,
     active: bool = True,
-    backend: Callable[[pathlib.Path, str, int | None], events.Backend] = events.TensorBoard,
+    backends: Sequence[OpenBackend] = (events.TensorBoard,),
   ):
     self._workdir = pathlib.Path(workdir)
     self._active = active
-    self._backend = backend
-    self._backends: dict[str, events.Backend] = {}
+    self._open_backends = backends
+    self._backends: dict[str, list[events.Backend]] = {}
     self._purge = {
       "train": -1 if resume_step is None else resume_step,
       "warm_start": math.inf if resume_step is not None else warm_start_step,
     }
     self._last_step, self._tokens = -1, dict.fromkeys(TOKENS, 0)
+    self._evaluated: set[int] = set()
     if not active:
       return
     self._workdir.mkdir(parents=True, exist_ok=True)
     (self._workdir / "trajectories").mkdir(exist_ok=True)
     kept = _cut_back(self._workdir / "metrics.jsonl", self._purge)
     _say_what_is_gone(self._workdir / "metrics.jsonl", kept, resume_step, warm_start_step)
+    self._evaluated = {row["step"] for row in kept if "step" in row and MAIN in row}
     self._last_step = max((row["step"] for row in kept if "step" in row), default=-1)
     for row in kept:
       self._tokens |= {key: row[key] for key in TOKENS if isinstance(row.get(key), int)}
@@ -165,7 +180,7 @@ class Writer:
     self._file = (self._workdir / "metrics.jsonl").open("ab")
 
   def write(self, row: Mapping[str, Any], *, sampled: int = 0, trained: int = 0) -> None:
-    """Appends one row, flushed to the system before returning, and its numbers to TensorBoard.
+    """Appends one row, flushed to the system before returning, and its numbers to the backends.
 
     sampled: tokens that the policy wrote for training since the last row; trained: tokens that
     updates ran over, each pass counted. A row with either carries both sums since the run's start.
@@ -208,10 +223,14 @@ class Writer:
       with files.replacing(trajectory_path(self._workdir, step)) as part:
         part.write_bytes(b"".join(files.json_line(_finite(record)) for record in records))
 
+  def evaluated(self, step: int) -> bool:
+    """Whether the rows that were there at the start have held-out scores of that step."""
+    return step in self._evaluated
+
   def close(self) -> None:
     if self._active:
       self._file.close()
-      for backend in self._backends.values():
+      for backend in (one for opened in self._backends.values() for one in opened):
         backend.close()
       self._backends = {}
 
@@ -225,17 +244,15 @@ class Writer:
     """Writes warm start and training as two runs for a viewer, each with steps of its own."""
     if run not in self._backends:
       last = self._purge[run]
-      self._backends[run] = self._backend(
-        self._workdir, run, None if last == math.inf else int(last) + 1
-      )
-    self._backends[run].write(
-      step,
-      {
-        key: value
-        for key, value in row.items()
-        if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
-      },
-    )
+      first = None if last == math.inf else int(last) + 1
+      self._backends[run] = [opened(self._workdir, run, first) for opened in self._open_backends]
+    numbers = {
+      key: value
+      for key, value in row.items()
+      if isinstance(value, (int, float)) and key not in ("step", "warm_start/step")
+    }
+    for backend in self._backends[run]:
+      backend.write(step, numbers)
 
 
 def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
@@ -250,10 +267,12 @@ def _cut_back(path: pathlib.Path, last: Mapping[str, float]) -> list[Row]:
   kept = []
   for number, line in enumerate(lines, 1):
     row = files.parse_object(line)
+    if row is not None and not all(isinstance(row.get(key, 0), int) for key in STEPS):
+      row = None
     if row is None and number < len(lines):
       raise ValueError(
-        f"{path}:{number} is no JSON object, and only the last line can be half-written by a "
-        "killed run: repair or remove that line, or start in a new workdir"
+        f"{path}:{number} is no JSON object with a step, and only the last line can be "
+        "half-written by a killed run: repair or remove that line, or start in a new workdir"
       )
     if row is None or row.get("step", -1) > last["train"]:
       break

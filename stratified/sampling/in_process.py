@@ -103,13 +103,12 @@ class JaxSampler:
     if self._busy():
       raise RuntimeError("load() while generations are running: poll them to their end first")
     place = lane_programs.replicated(self._mesh)
-    self._params = lane_programs.unstack(
-      self._model,
-      {
-        name: sharding.replica(value, place, decoder.seen_dtype(self._model, name))
-        for name, value in params.items()
-      },
+    self._params = None  # a device need not have room for those before beside the new ones
+    copies = (
+      (name, sharding.replica(value, place, decoder.seen_dtype(self._model, name)))
+      for name, value in params.items()
     )
+    self._params = lane_programs.unstack(self._model, copies)
     if self._cache is None:
       self._cache = lane_programs.empty_cache(
         self._mesh, self._model, self._config.lanes, self._config.length

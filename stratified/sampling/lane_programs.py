@@ -5,7 +5,7 @@ parameters are whole on each; nothing travels between devices. A lane's number c
 device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import functools
 
 import jax
@@ -42,9 +42,28 @@ def _on_lanes(mesh, function, inputs: int, out_specs=LANES):
   )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def unstack(model, params):
-  return decoder.unstack(model, params)
+def unstack(model, copies: Iterable[tuple[str, jax.Array]]) -> decoder.Params:
+  """Makes `decoder.unstack` of (name, replica) pairs, one at a time, sharing no buffer with them.
+
+  Beside the result a device holds one replica, not all of them.
+  """
+  layers, outer = [{} for _ in range(model.num_layers)], {}
+  for name, value in copies:
+    if decoder.weights(model)[name].stacked:
+      for layer, part in zip(layers, jax.block_until_ready(_parts(value)), strict=True):
+        layer[name] = part
+    else:
+      outer[name] = jax.block_until_ready(_copy(value))
+    del value
+  return outer | {"layers": tuple(layers)}
+
+
+@jax.jit
+def _parts(x):
+  return tuple(x[i] for i in range(x.shape[0]))
+
+
+_copy = jax.jit(jnp.copy)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

@@ -152,7 +152,7 @@ def questions(
 
 
 def make(config) -> Task:
-  shares = settings.read(QuestionSettings, config).hop_shares
+  asked = settings.read(QuestionSettings, config)
   made = settings.read(EncyclopediaConfig, config)
   first, second = (
     people(made, seed) for seed in (config.seed, config.seed + generated.SECOND_SEED)
@@ -168,7 +168,7 @@ def make(config) -> Task:
 
   def held_out(count: int) -> Sets:
     ask = lambda book: questions(
-      book, shares, count, generator(config.seed, 0, HELD_OUT), held_out=True
+      book, asked.hop_shares, count, generator(config.seed, 0, HELD_OUT), held_out=True
     )
     return {
       "held_out": (ask(first), tools),
@@ -181,7 +181,7 @@ def make(config) -> Task:
     functools.partial(tokenizer, base.marks(config)),
     questions_at=lambda step: questions(
       first,
-      shares,
+      asked.in_training,
       config.data.questions_per_step,
       generator(config.seed, step, TRAINING),
       held_out=False,
@@ -243,7 +243,7 @@ def demonstrate(
   """
   kind, about = of_id(asked)
   wanted, brought = plan(kind, about), []
-  for position in range(int(rng.choice(len(config.mixture), p=config.mixture))):
+  for position in range(config.draw_calls(len(wanted), rng)):
     if rng.random() < config.invalid:
       yield f" {about[0]}"
       continue

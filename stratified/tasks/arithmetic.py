@@ -166,7 +166,7 @@ def questions(
 
 
 def make(config) -> Task:
-  shares = settings.read(QuestionSettings, config).hop_shares
+  asked = settings.read(QuestionSettings, config)
   sizes = settings.read(ArithmeticSettings, config)
   limits, larger = (sizes.smallest, sizes.largest), (sizes.largest, 10 * sizes.largest)
   tools = base.tools(config, {"calculator": Calculator})
@@ -174,7 +174,7 @@ def make(config) -> Task:
 
   def held_out(count: int) -> Sets:
     ask = lambda limits, second: questions(
-      shares,
+      asked.hop_shares,
       count,
       generator(config.seed, int(second), HELD_OUT),
       limits,
@@ -183,7 +183,7 @@ def make(config) -> Task:
     )
     return {"held_out": (ask(limits, False), tools), "other_wording": (ask(larger, True), tools)}
 
-  training = lambda step, count, seed: questions(
+  training = lambda step, shares, count, seed: questions(
     shares, count, generator(seed, step, TRAINING), limits, held_out=False
   )
   play = functools.partial(demonstrate, config=generated.demonstration_config(config))
@@ -191,12 +191,16 @@ def make(config) -> Task:
     config,
     tools,
     functools.partial(tokenizer, base.marks(config)),
-    questions_at=lambda step: training(step, config.data.questions_per_step, config.seed),
+    questions_at=lambda step: training(
+      step, asked.in_training, config.data.questions_per_step, config.seed
+    ),
     held_out=held_out,
     endless=True,
     demonstrations=lambda step: script.collect(
       task,
-      training(step, w.demonstrations_per_step, config.seed + generated.PRACTICE_SEED),
+      training(
+        step, asked.hop_shares, w.demonstrations_per_step, config.seed + generated.PRACTICE_SEED
+      ),
       play,
       seed=config.seed,
       step=step,
@@ -227,7 +231,7 @@ def demonstrate(
   """
   problem = problem_of(asked)
   value = str(problem.start)
-  for position in range(int(rng.choice(len(config.mixture), p=config.mixture))):
+  for position in range(config.draw_calls(len(problem.steps), rng)):
     if rng.random() < config.invalid:
       yield f"{value}"
       continue

@@ -15,8 +15,17 @@ import pathlib
 from typing import Any
 
 from stratified.policy.config import DecoderConfig
-from stratified.policy.families import gemma3, llama, ministral, mistral, olmo2, qwen2, qwen3
-from stratified.policy.families.common import Family, keys, refuse, SIZES
+from stratified.policy.families import (
+  gemma3,
+  llama,
+  ministral,
+  mistral,
+  olmo2,
+  qwen2,
+  qwen3,
+  values,
+)
+from stratified.policy.families.common import Family, keys, refuse
 
 # By model_type, in the order in which a decoder of no known origin takes the first that fits.
 FAMILIES: dict[str, Family] = {
@@ -58,29 +67,16 @@ def load_config(directory: str | os.PathLike, **overrides) -> DecoderConfig:
     )
   try:
     raw = json.loads(path.read_text(encoding="utf-8"))
-    family = _family_of(_check_sizes(raw))
+    family = _family_of(values.check(raw))
     fields = family.read(raw) | {"family": family.model_type}
     return DecoderConfig(**fields | overrides)
   except KeyError as error:
     raise ValueError(f"{path} has no {error}, which the decoder's size depends on") from error
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
-
-
-def _check_sizes(raw: Any) -> dict[str, Any]:
-  if not isinstance(raw, dict):
-    raise ValueError(
-      f"holds a {type(raw).__name__}, not an object of settings; copy or download it again"
-    )
-  given = {key: raw[key] for key in SIZES} | {
-    key: raw[key] for key in ("num_key_value_heads", "head_dim") if raw.get(key) is not None
-  }
-  for key, value in given.items():
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise ValueError(
-        f"{key}={value!r} must be a whole number above 0; copy or download the file again"
-      )
-  return raw
+  except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+    said = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{path} is damaged ({said}); copy or download it again") from error
 
 
 def _family_of(raw: dict) -> Family:

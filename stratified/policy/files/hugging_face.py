@@ -86,6 +86,12 @@ def load_params(
     return params
 
 
+def check(directory: Path, config: decoder.DecoderConfig) -> None:
+  """Raises what `load_params` would before it reads a weight."""
+  with contextlib.ExitStack() as stack:
+    _check_tensors(directory, config, safetensors.open_all(pathlib.Path(directory), stack))
+
+
 def stored_dtypes(directory: Path) -> dict[str, str]:
   """Maps a directory's tensor names to their dtypes' names, for `save` to write the same."""
   with contextlib.ExitStack() as stack:

@@ -70,7 +70,7 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
     ):
       return named
     problem = "a shard is no plain file name"
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
     problem = f"{type(error).__name__}: {error}"
   raise ValueError(f"{index} is damaged or cut short ({problem}); copy or download it again")
 

@@ -8,6 +8,7 @@ import asyncio
 import json
 from typing import Any
 
+from stratified.config import without_password
 from stratified.sampling.sglang.errors import Busy, Lost, Refused
 from stratified.sampling.sglang.http import Client, HttpError
 
@@ -18,8 +19,8 @@ class Server:
   """The routes of one server."""
 
   def __init__(self, url: str):
-    self.url = url.rstrip("/")
-    self._client = Client(self.url)
+    self.url = without_password(url.rstrip("/"))  # as messages name it
+    self._client = Client(url.rstrip("/"))
 
   def close(self) -> None:
     self._client.close()

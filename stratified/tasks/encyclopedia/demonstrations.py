@@ -50,6 +50,13 @@ class DemonstrationConfig(Settings):
     "shares of the demonstrations that call a tool 0, 1, 2, ... times",
     affects=["warm_start"],
   )
+  right_calls: float = setting(
+    0.0,
+    "share of demonstrations that call as often as the question needs; mixture has the others",
+    low=0,
+    high=1,
+    affects=["warm_start"],
+  )
   wrong_query: float = setting(
     0.02, "share of searches with a spoilt query", low=0, high=1, affects=["warm_start"]
   )
@@ -87,6 +94,12 @@ class DemonstrationConfig(Settings):
       raise ValueError(
         f"demonstration plan {self.plan!r} is unknown: choose one of {', '.join(_PLANS)}"
       )
+
+  def draw_calls(self, needed: int, rng: np.random.Generator) -> int:
+    """Draws how many calls a rollout sets out to make, of a question that needs `needed`."""
+    if self.right_calls and rng.random() < self.right_calls:
+      return min(needed, self.max_turns)
+    return int(rng.choice(len(self.mixture), p=self.mixture))
 
 
 @dataclasses.dataclass
@@ -148,7 +161,7 @@ class Demonstrator:
 
   def depth(self, key: tuple[int, int, int]) -> int:
     """Draws how many searches the rollout of this key sets out to make."""
-    return self._draw_depth(self._generator(key))
+    return self._config.draw_calls(self._questions[key[1]].hops, self._generator(key))
 
   def submit(self, request: Request) -> None:
     script = self._scripts.get(request.key)
@@ -185,12 +198,8 @@ class Demonstrator:
     question = self._questions[index]
     chain = chain_of(self._encyclopedia, question)
     rng = self._generator(key)
-    return _Script(
-      chain, _nouns(chain, question.text), self._draw_depth(rng), rng, chain.entities[0]
-    )
-
-  def _draw_depth(self, rng: np.random.Generator) -> int:
-    return int(rng.choice(len(self._config.mixture), p=self._config.mixture))
+    depth = self._config.draw_calls(chain.hops, rng)
+    return _Script(chain, _nouns(chain, question.text), depth, rng, chain.entities[0])
 
   def _turn(self, script: _Script, fed: str) -> tuple[int, ...]:
     """Makes the tokens of the next turn, given what was fed since the last one."""

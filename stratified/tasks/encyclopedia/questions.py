@@ -28,10 +28,19 @@ class QuestionSettings(Settings):
 
   SECTION = "data"
   hop_shares: tuple[float, ...] = setting(HOP_SHARES, "shares of questions of 0, 1, 2, 3 hops")
+  training_hop_shares: tuple[float, ...] = setting(
+    (), "the same among the questions of training alone; empty is hop_shares", affects=["training"]
+  )
 
   def __post_init__(self):
     super().__post_init__()
     check_shares(self.hop_shares)
+    check_shares(self.in_training, "training_hop_shares")
+
+  @property
+  def in_training(self) -> tuple[float, ...]:
+    """The shares among the questions that are reinforced."""
+    return self.training_hop_shares or self.hop_shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +147,11 @@ def _check(count: int, hop_shares: Sequence[float]):
   check_shares(hop_shares)
 
 
-def check_shares(hop_shares: Sequence[float]) -> None:
+def check_shares(hop_shares: Sequence[float], field: str = "hop_shares") -> None:
   """Raises ValueError where the shares are no distribution over 0 to 3 hops."""
   if len(hop_shares) != MAX_HOPS + 1 or min(hop_shares) < 0 or not abs(sum(hop_shares) - 1) < 1e-6:
     raise ValueError(
-      f"data.hop_shares={tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
+      f"data.{field}={tuple(hop_shares)} must be four shares (0, 1, 2, 3 hops) of at least 0 "
       "that sum to 1"
     )
 

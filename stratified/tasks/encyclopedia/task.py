@@ -17,7 +17,7 @@ from stratified.types import Trajectory
 
 
 def make(config) -> Task:
-  asked = settings.read(questions.QuestionSettings, config).hop_shares
+  asked = settings.read(questions.QuestionSettings, config)
   made = settings.read(pages.EncyclopediaConfig, config)
   first, second = (
     pages.make(made, seed) for seed in (config.seed, config.seed + generated.SECOND_SEED)
@@ -28,7 +28,7 @@ def make(config) -> Task:
 
   def held_out(count: int) -> Sets:
     ask = lambda book: questions.held_out_questions(
-      book, seed=config.seed, count=count, hop_shares=asked
+      book, seed=config.seed, count=count, hop_shares=asked.hop_shares
     )
     # A server or an index holds the first encyclopedia alone.
     return {
@@ -41,7 +41,11 @@ def make(config) -> Task:
     tools,
     functools.partial(tokenizer, base.marks(config)),
     questions_at=lambda step: questions.training_questions(
-      first, seed=config.seed, step=step, count=config.data.questions_per_step, hop_shares=asked
+      first,
+      seed=config.seed,
+      step=step,
+      count=config.data.questions_per_step,
+      hop_shares=asked.in_training,
     ),
     held_out=held_out,
     endless=True,
