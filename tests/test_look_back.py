@@ -55,10 +55,13 @@ def test_each_head_looks_most_at_its_own_offset(random):
   assert (mean_at(attention_of_the_first_layer(random), 1) < 0.2).all()
 
 
-def test_heads_beyond_the_offsets_take_them_again(random):
-  found = attention_of_the_first_layer(look_back.start(CONFIG, random, (1, 3)))
+@pytest.mark.parametrize(
+  "offsets, of_heads", [((1, 3), [1, 3, 1, 3]), ((2, 0, 1, 3, 5, 6), [2, 0, 1, 3])]
+)
+def test_heads_take_the_offsets_in_turn(random, offsets, of_heads):
+  found = attention_of_the_first_layer(look_back.start(CONFIG, random, offsets))
   by_offset = np.stack([mean_at(found, back) for back in range(8)])
-  assert by_offset.argmax(0).tolist() == [1, 3, 1, 3]
+  assert by_offset.argmax(0).tolist() == of_heads
 
 
 def test_nothing_but_embeddings_and_the_first_layers_queries_and_keys_changes(random):

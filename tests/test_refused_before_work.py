@@ -1,12 +1,14 @@
 """What can't run is refused in one sentence before the workdir belongs to it."""
 
 import dataclasses
+import errno
+import json
 
 import pytest
 from test_train import config, run
 
 from stratified.data import tokenizer
-from stratified.runs import build
+from stratified.runs import build, trainer
 from stratified.tasks.encyclopedia import vocabulary
 
 FIELDS = ("strata.name", "reward.name", "advantage.name", "task.name", "tools", "algorithm.name")
@@ -59,6 +61,48 @@ def test_a_run_whose_tokenizer_outgrew_its_model_is_refused(monkeypatch):
   monkeypatch.setattr(build, "open_task", with_more)
   with pytest.raises(ValueError, match="the tokenizer has 1 token without an embedding"):
     build.build(config())
+
+
+MODEL = {
+  "architectures": ["LlamaForCausalLM"],
+  "vocab_size": 97,
+  "hidden_size": 24,
+  "intermediate_size": 40,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+  "changes, weights, sentence",
+  [
+    ({}, b"\xff" * 99, "model/model.safetensors is damaged or cut short"),
+    ({"num_hidden_layers": 10**9}, b"", "model/config.json: num_hidden_layers=1000000000 must be"),
+    ({"rms_norm_eps": float("nan")}, b"", "model/config.json: rms_norm_eps=nan must be a number"),
+  ],
+)
+def test_a_damaged_model_directory_is_refused_before_the_claim(
+  tmp_path, changes, weights, sentence
+):
+  folder = tmp_path / "model"
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps(MODEL | changes))
+  (folder / "model.safetensors").write_bytes(weights)
+  done = run(tmp_path / "run", **{"policy.checkpoint": folder})
+  assert done.returncode == 1 and sentence in done.stderr and "Traceback" not in done.stderr
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_a_sentence_wherever_a_file_is_written(tmp_path, monkeypatch):
+  def full(*unused):
+    raise OSError(errno.ENOSPC, "No space left on device", f"{tmp_path}/run/metrics.jsonl")
+
+  monkeypatch.setattr(trainer, "train", full)
+  done = run(tmp_path / "run")
+  assert done.returncode == 1 and "report:" not in done.stdout and "Traceback" not in done.stderr
+  assert (
+    "metrics.jsonl" in done.stderr and "GB are free there. Make room, and the same" in done.stderr
+  )
 
 
 @pytest.mark.parametrize(

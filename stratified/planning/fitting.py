@@ -19,7 +19,11 @@ def fits(plan: Plan, found: dict[str, Any], margin: float) -> bool:
 # least time first.
 WAYS = {
   "update": (
-    ("sampler.release", True, lambda c: not c.sampler.release),
+    (
+      "sampler.release",
+      True,
+      lambda c: not c.sampler.release and not c.rollout.max_staleness,  # or it samples meanwhile
+    ),
     ("policy.remat", "full", lambda c: c.policy.remat != "full"),
     ("policy.logit_chunk", 256, lambda c: c.policy.logit_chunk == 0 or c.policy.logit_chunk > 256),
     ("memory.reference", "host", lambda c: c.memory.reference != "host" and not c.lora.rank),

@@ -66,13 +66,8 @@ class PolicySettings(Settings):
         f"policy.num_heads={self.num_heads} must be a multiple of "
         f"policy.num_kv_heads={self.num_kv_heads}: each of these serves equally many queries"
       )
-    if len(self.look_back) > self.num_heads or not all(
-      isinstance(offset, int) and offset >= 0 for offset in self.look_back
-    ):
-      raise ValueError(
-        f"policy.look_back={self.look_back} must be whole numbers of at least 0, at most one for "
-        f"each of policy.num_heads={self.num_heads}"
-      )
+    if not all(isinstance(offset, int) and offset >= 0 for offset in self.look_back):
+      raise ValueError(f"policy.look_back={self.look_back} must be whole numbers of at least 0")
 
 
 def decoder_config(
