@@ -2,6 +2,7 @@
 # make train   the same, then trains the tiny preset to its report, or goes on where it stopped
 # make test    the same with requirements-test.txt, then lints and runs the tests
 # make test-long  the tests of kills, restarts and whole meshes that make test leaves out: minutes
+# make docs    writes pages of every module, made from its docstrings, to .cache/api/index.html
 # make lint    only checks form: lines of 100 columns, sorted imports, unused and undefined names
 # make smollm2 fetches SmolLM2-135M-Instruct for the preset of that name and for its tests
 # make minilm  fetches all-MiniLM-L6-v2, a small text encoder for dense retrieval, and for its tests
@@ -27,7 +28,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 DONE = .venv/installed-$(REQUIREMENTS)
 TEST_DONE = .venv/installed-requirements-test.txt
 
-.PHONY: setup train test test-long lint smollm2 minilm sglang test-sglang
+.PHONY: setup train test test-long docs lint smollm2 minilm sglang test-sglang
 .DELETE_ON_ERROR:
 
 setup: $(DONE)
@@ -40,6 +41,10 @@ test: lint
 
 test-long: $(TEST_DONE)
 	$(PYTEST) -m long $(ARGS)
+
+docs: $(DONE)
+	$(PIP) install --quiet "$$(grep -o 'pdoc[^"]*' pyproject.toml)"
+	.venv/bin/python -m pdoc --output-directory .cache/api stratified
 
 lint: $(TEST_DONE)
 	.venv/bin/ruff format --check .

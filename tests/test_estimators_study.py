@@ -116,7 +116,7 @@ def test_tables_have_a_row_for_each_estimator_and_figures_are_xml(trained):
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(trained)
     assert len({line.count("|") for line in table.splitlines()}) == 1 and "nan" not in table
   for figure in (
-    study.reward_figure(trained, "better", 0.2),
+    *(study.reward_figure(trained, "better", 0.2, family) for family in study.FAMILIES),
     study.mechanism_figure(trained),
     study.attenuation_figure(),
   ):
@@ -150,6 +150,7 @@ def test_the_committed_page_holds_the_closed_forms_and_every_figure_that_it_show
     for name, q in tables.ATTENUATED:
       assert f"{theory.attenuation(name, p, 8, q):.3f} (" in row
   shown = re.findall(r"\]\((figures/\w+\.svg)\)", page)
-  assert len(shown) == 4
+  assert len(shown) == 8
   for name in shown:
-    xml.etree.ElementTree.parse(PAGE.parent / name)
+    drawn = xml.etree.ElementTree.parse(PAGE.parent / name)
+    assert len(drawn.findall(".//{*}text[@class='k']")) <= 6, "more than a reader can follow"

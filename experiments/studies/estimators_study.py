@@ -32,6 +32,8 @@ FAMILIES = {
   "Mixed, and controls": ("shrunk", "two_term", "san_rms", "san, random strata"),
 }
 
+SHOWN = dict(zip(("paper", "centring", "controls"), FAMILIES))  # figure -> its family
+
 
 def attenuation_figure() -> str:
   percent = range(1, 101)
@@ -126,18 +128,19 @@ def band(name: str, values_nt) -> plots.Series:
   return plots.Series(name, x, mean, low=low.tolist(), high=high.tolist())
 
 
-def reward_figure(result, name: str, share: float, steps: int = tables_of.STEPS) -> str:
-  """Draws early reward at equal RMS: a row for each kind of policy, a column a family."""
+def reward_figure(
+  result, name: str, share: float, family: str, steps: int = tables_of.STEPS
+) -> str:
+  """Draws early reward at equal RMS of a family's estimators, for each kind of policy."""
   panels = []
   for shared, kind in ((False, "separate"), (True, "shared")):
-    for family, members in FAMILIES.items():
-      drawn = [
-        band(one, result[one][name, share, shared, True].reward[:, :steps])
-        for one in members
-        if one in result
-      ]
-      panels.append(plots.Panel(f"{family} · {kind}", tuple(drawn), y_label="mean reward"))
-  return figure(panels, 310, 220, 3, "step", list(result))
+    drawn = [
+      band(one, result[one][name, share, shared, True].reward[:, :steps])
+      for one in FAMILIES[family]
+      if one in result
+    ]
+    panels.append(plots.Panel(f"{family} · {kind}", tuple(drawn), y_label="mean reward"))
+  return figure(panels, 310, 220, 2, "step")
 
 
 def mechanism_figure(result) -> str:
@@ -205,8 +208,8 @@ def main() -> None:
   }
   figures = {
     "attenuation": attenuation_figure(),
-    "better": reward_figure(result, "better", 0.2, 240),
-    "learnt": reward_figure(result, "learnt", 0.1),
+    **{f"better_{key}": reward_figure(result, "better", 0.2, of, 240) for key, of in SHOWN.items()},
+    **{f"learnt_{key}": reward_figure(result, "learnt", 0.1, of) for key, of in SHOWN.items()},
     "mechanism": mechanism_figure(result),
   }
   (arguments.out / "figures").mkdir(parents=True, exist_ok=True)

@@ -22,11 +22,12 @@ SHARPNESS = 5.0
 def start(config: DecoderConfig, params: Params, offsets: Sequence[int]) -> Params:
   """Adds to random parameters what makes head h of layer 0 look offsets[h] tokens back.
 
-  Heads beyond the offsets take them again from the first; offsets beyond the heads are not used. Every embedding gets the same vector u in
-  addition, of their own length, which shifts all logits of a position alike. Layer 0 reads u as a
-  constant: its keys get the vector (1, 1, ...; 0, 0, ...) over the pairs of dimensions, its queries
-  the same turned back by o tokens, (cos o f; -sin o f). Rotated to their positions i and j, their
-  product is sum_f cos((i - j - o) f), largest at i - j = o.
+  Heads beyond the offsets take them again from the first; offsets beyond the heads are not used.
+  Every embedding gets the same vector u in addition, of their own length, which shifts all logits
+  of a position alike. Layer 0 reads u as a constant: its keys get the vector (1, 1, ...; 0, 0, ...)
+  over the pairs of dimensions, its queries the same turned back by o tokens, (cos o f; -sin o f).
+  Rotated to their positions i and j, their product is sum_f cos((i - j - o) f), largest at
+  i - j = o.
   """
   half = config.head_dim // 2
   frequency = config.rope_theta ** (-jnp.arange(half) / half)
