@@ -46,7 +46,7 @@ def test_it_runs_from_config_to_figures(tmp_path, monkeypatch, capsys):
   with contextlib.chdir(os.getcwd()):
     os.chdir(NOTEBOOK.parent)  # where Jupyter starts
     space = run_cells("".join(one["source"]) for one in cells() if one["cell_type"] == "code")
-  assert space["found"].finished and len(space["records"]) == 64
+  assert space["found"].finished and len(space["records"]) == 32
   said = capsys.readouterr().out
   assert "gn     [" in said and "question | " in said
   assert "<svg" in space["svg"] and (tmp_path / "smoke" / "report.html").exists()
