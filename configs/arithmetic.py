@@ -11,7 +11,7 @@ from configs import search_r1
 from stratified.runs import settings
 
 # Word problems of 0 to 3 operations; as many calls of the calculator are right.
-TINY = search_r1.SMALL | {
+TINY = search_r1.LONG | {
   "task.name": "arithmetic",
   "strata.name": "calls",
   "rollout.max_observation_tokens": 32,

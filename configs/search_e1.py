@@ -21,7 +21,7 @@ METHOD = {"algorithm.name": "search_e1", "advantage.name": "gn"}
 
 # A small policy has never read an example in its prompt: a part of its warm start teaches it to.
 TINY = (
-  search_r1.SMALL
+  search_r1.LONG
   | METHOD
   | {
     "num_steps": 300,

@@ -15,7 +15,6 @@ from stratified.runs import settings
 
 # About a million parameters, built here, on the generated encyclopedia.
 SMALL = {
-  "num_steps": 300,
   "policy.unroll": 4,
   "data.name": "encyclopedia",
   "data.questions_per_step": 32,
@@ -28,30 +27,35 @@ SMALL = {
   "rollout.protocol": "short",
   "sampler.block": 4,
   "strata.cap": 3,
+  "optimizer.b2": 0.99,
+  "packing.row_length": 192,
+  "mesh.fsdp": 1,
+  "eval.forced": True,
+}
+
+# A long warm start from nothing but the script, then many small steps.
+LONG = SMALL | {
+  "num_steps": 300,
   "optimizer.name": "muon",
   "optimizer.learning_rate": 3e-4,
   "optimizer.warmup_steps": 10,
-  "optimizer.b2": 0.99,
-  "packing.row_length": 192,
   "packing.rows": 8,
   "warm_start.num_steps": 2400,
-  "mesh.fsdp": 1,
-  "eval.forced": True,
   "eval.every": 50,
 }
 
-# Learns in a quarter of the tokens that SMALL takes. Look back: copying off a page needs heads that
-# look at the token before. Right calls: a few demonstrations search as often as needed, so that
-# reward finds something to prefer; made to choose, the policy still searches as often as it may.
-# More deep questions in training: with fewer, all questions drift to fewer searches at first.
-# Filter groups: rollouts without advantage are no rows. The reward steps are Adam's: Muon makes the
-# noise of few rollouts as large as their signal.
+# Learns in a quarter of LONG's tokens. Look back: copying off a page needs heads that look at the
+# token before. Right calls: a few demonstrations search as often as needed, so that reward finds
+# something to prefer; the policy's first choice is still to search as often as it may. More deep
+# questions in training: with fewer, all questions drift to fewer searches at first. Filter groups:
+# rollouts without advantage are no rows. Adam: Muon makes the noise of few rollouts as large as
+# their signal. GN: how often to search is what is to be learnt here, and lies between strata.
 TINY = SMALL | {
   "num_steps": 56,
   "policy.look_back": (1, 2, 3, 1),
   "data.training_hop_shares": (0.17, 0.24, 0.28, 0.31),
+  "advantage.name": "gn",
   "loss.filter_groups": True,
-  "optimizer.name": "adamw",
   "optimizer.learning_rate": 4e-4,
   "optimizer.embedding_rate": 0.2,
   "optimizer.warmup_steps": 5,
@@ -163,7 +167,7 @@ def sweep_estimators(add):
 def sweep_strata(add):
   """`random` has the sizes of `searches` and no meaning: the control."""
   for name in ("searches", "random", "first_search", "outcome", "searches*outcome", "answered"):
-    add(**{"strata.name": name})
+    add(**{"advantage.name": "blend", "strata.name": name})
 
 
 def sweep_seeds(add):
