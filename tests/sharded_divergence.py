@@ -11,7 +11,9 @@ import os
 import re
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import cpu_devices
+
+os.environ["XLA_FLAGS"] = cpu_devices.flags(8)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
