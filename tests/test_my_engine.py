@@ -21,5 +21,5 @@ def test_lines_of_a_file_are_found_by_their_words(tmp_path):
     reply = client.post("/retrieve", json=asked)
     assert client.get("/health").json()["manifest"]["count"] == 3
   first, second = reply.json()["result"]
-  assert [(one["document"]["id"], one["score"]) for one in first] == [("1", 4.0), ("0", 2.0)]
+  assert [(one["document"]["id"], one["score"]) for one in first] == [("1", 3.0), ("0", 2.0)]
   assert first[0]["document"]["contents"] == "Otto Brand paid for the engine." and second == []
