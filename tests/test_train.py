@@ -32,6 +32,8 @@ SETTINGS = {
   "data.entities": 60,
   "data.questions_per_step": 2,
   "rollout.samples_per_question": 3,
+  "advantage.name": "blend",
+  "loss.filter_groups": False,
   "rollout.max_turns": 3,
   "rollout.max_turn_tokens": 20,
   "rollout.max_observation_tokens": 24,

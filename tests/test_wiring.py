@@ -111,7 +111,8 @@ def test_the_critics_optimizer_moves_it_alone_and_counts_steps_not_updates():
 
 def config_of(changes):
   config = search_r1.get_config("tiny")
-  config.update_from_flattened_dict(changes)
+  blend = {"advantage.name": "blend", "loss.filter_groups": False}
+  config.update_from_flattened_dict(blend | changes)
   return config
 
 
@@ -243,7 +244,9 @@ def test_partition_and_its_cap_come_from_the_config():
 
 
 def test_the_stages_of_a_run_are_made_as_the_config_says():
-  config = config_of({"update.epochs": 2, "update.mini_batches": 4, "warm_start.num_steps": 7})
+  config = config_of(
+    {"update.epochs": 2, "update.mini_batches": 4, "warm_start.num_steps": 7, "num_steps": 300}
+  )
   run = build.assemble(config, build.mesh_of(config), build.model_config(config))
   warm, main = run.stages
   assert (warm.stage.num_steps, main.stage.num_steps) == (7, 300)
