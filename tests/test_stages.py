@@ -4,6 +4,7 @@ One run serves all tests: reinforcement that ends at a plateau and hands on its 
 each time with a distillation on adapters behind it.
 """
 
+import contextlib
 import dataclasses
 import os
 import types
@@ -26,7 +27,9 @@ from stratified.runs.writer import Writer
 # Held-out scores in the order in which policies are first evaluated. Reinforcement 1 ends at its
 # step 3 of 5, two scores after its best; reinforcement 2 rises to its end.
 SCORES = (0.2, 0.5, 0.4, 0.5, 0.3, 0.35, 0.6, 0.7, 0.8, 0.9, 0.95, 0.93, 0.91)
-NEVER = types.SimpleNamespace(asked=False, agreed=lambda: False)
+NEVER = types.SimpleNamespace(
+  asked=False, agreed=lambda: False, alone=lambda: False, at_once=contextlib.nullcontext
+)
 
 
 def config_of(**changes):
