@@ -18,7 +18,7 @@ import test_train
 from configs import search_e1, search_r1
 from experiments import evaluate
 from stratified.algorithms import guide
-from stratified.runs import build, held_out, trainer
+from stratified.runs import build, held_out, surroundings, trainer
 from stratified.runs import pairs as pair_files
 from stratified.runs.surroundings import writing
 from stratified.runs.weights import of_stage
@@ -41,6 +41,11 @@ def config_of(**changes):
   fresh = {"pairs.source": "fresh", "pairs.num_questions": 5, "warm_start.num_steps": 0}
   config.update_from_flattened_dict(fresh | changes)
   return config
+
+
+def steps_in(folder):
+  """The checkpoints of a folder; the reference lies beside them."""
+  return sorted(name for name in os.listdir(folder) if name.isdigit())
 
 
 class Calls(list):
@@ -83,14 +88,20 @@ def made():
 @pytest.fixture(scope="module", autouse=True)
 def scripted():
   """Gives each policy that is evaluated the next of SCORES, and the same again whenever it is."""
-  known = {}
+  known, loaded = {}, {}
 
-  def scores(params, *unused, **others):
-    key = np.asarray(params["embed"], np.float32).tobytes()
+  @contextlib.contextmanager
+  def judging(around, policy):
+    loaded["embed"] = np.asarray(policy()["embed"], np.float32)
+    yield
+
+  def scores(*unused, **others):
+    key = loaded["embed"].tobytes()
     score = known.setdefault(key, SCORES[len(known) % len(SCORES)])
     return {"held_out": {"exact_match": score, "searches_mean": 0.0}}
 
   with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(surroundings, "judging", judging)
     patched.setattr(held_out, "evaluate", scores)
     yield
 
@@ -136,7 +147,7 @@ def test_a_plateau_ends_a_stage_and_its_best_is_kept(made, whole):
   assert best == [0, 1, 1, 1, 8, 9, 10, 11, 12]
   assert [step for step, row in watched.items() if "convergence/ended" in row] == [3]
   assert not any("run/ended" in row for row in rows)
-  assert sorted(os.listdir(workdir / "reinforcement_1" / "checkpoints")) == ["1", "2", "3"]
+  assert steps_in(workdir / "reinforcement_1" / "checkpoints") == ["1", "2", "3"]
   assert evaluate.restore(made, workdir, "best")[0] == 1
   assert evaluate.restore(made, workdir)[0] == 2
 
