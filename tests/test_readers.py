@@ -360,3 +360,7 @@ def test_questions_that_are_trained_on_and_held_out_are_said(
   search_qa.make(config)
   found = capsys.readouterr().out
   assert ("2 of 3 held-out questions are trained on too" in found) == said
+
+
+def test_an_answer_may_be_a_number_of_any_size():
+  assert readers.answers_of([10**400, 2.0, 1.5], "a", "here") == (str(10**400), "2", "1.5")

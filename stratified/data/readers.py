@@ -225,7 +225,8 @@ def answers_of(value, field: str, where: str) -> tuple[str, ...]:
   for answer in given:
     if isinstance(answer, float) and answer.is_integer():
       answer = int(answer)  # tables turn whole numbers with gaps into floats
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+    whole = isinstance(answer, int) and not isinstance(answer, bool)  # of any size
+    if whole or isinstance(answer, float) and math.isfinite(answer):
       answer = str(answer)
     if answer is None or isinstance(answer, str) and not answer.strip():
       continue
