@@ -20,6 +20,7 @@ import pytest
 from stratified.config import Rule
 from stratified.policy import digest
 from stratified.runs import checkpoint, claim, settings
+from stratified.runs.stop import Unusable
 from stratified.types import TrainState
 
 
@@ -310,6 +311,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_is_named(tmp_path,
     restored, step = checkpointer.restore_latest(checkpoint.abstract(make_state()))
   assert step == 2
   assert_same_bits(restored, make_state(7))
+
+
+def test_unreadable_metadata_of_one_checkpoint_leaves_the_others(tmp_path, capsys):
+  save_two(tmp_path)
+  for step, left in (("2", True), ("1", False)):
+    path = tmp_path / "checkpoints" / step / "_CHECKPOINT_METADATA"
+    path.write_text(path.read_text().replace("item_handlers", "ktem_handlers"))
+    if left:
+      assert restore(tmp_path)[1] == 1
+      assert "checkpoint of step 2 is damaged" in capsys.readouterr().out
+  with pytest.raises(Unusable, match="are damaged .*bring them back from a copy"):
+    restore(tmp_path)
 
 
 @unawaited

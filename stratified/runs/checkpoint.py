@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from stratified.config import setting, Settings
 from stratified.learner import processes
 from stratified.runs import on_disk, unchanging
+from stratified.runs.stop import Unusable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,11 @@ class Checkpointer:
     self._path = pathlib.Path(workdir).absolute() / "checkpoints"
     self._best: int | None = None
     self._once = tuple(once)
+    self._manager = self._opened(keep)
+
+  def _opened(self, keep: int) -> ocp.CheckpointManager:
     newest = ocp.checkpoint_managers.LatestN(n=keep)
-    self._manager = ocp.CheckpointManager(
+    make = lambda: ocp.CheckpointManager(
       self._path,
       item_handlers=ocp.StandardCheckpointHandler(),
       options=ocp.CheckpointManagerOptions(
@@ -70,6 +74,27 @@ class Checkpointer:
         cleanup_tmp_directories=True,
       ),
     )
+    try:
+      return make()
+    except (ValueError, TypeError, AttributeError, KeyError) as error:  # it reads all metadata
+      self._put_unreadable_aside(error)
+      return make()
+
+  def _put_unreadable_aside(self, error: Exception) -> None:
+    """Moves checkpoints whose metadata can't be read out of the way, if others are left."""
+    steps, unreadable = ocp.utils.checkpoint_steps(self._path), {}
+    for step in steps:
+      try:
+        with on_disk.reading(self._path / str(step), ""), ocp.StandardCheckpointer() as reader:
+          reader.metadata(self._path / str(step))
+      except ValueError as damage:
+        unreadable[step] = damage
+    if not unreadable or len(unreadable) == len(steps):
+      raise Unusable(
+        f"the checkpoints {self._path} are damaged ({' '.join(str(error).split())[:200]}): bring "
+        "them back from a copy, or remove that folder and the run starts anew"
+      ) from error
+    self._move_aside(unreadable, max(set(steps) - set(unreadable)))
 
   @property
   def latest_step(self) -> int | None:
@@ -173,6 +198,11 @@ class Checkpointer:
 
   def _put_aside(self, refused: Mapping[int, ValueError], good: int) -> None:
     """Moves damaged checkpoints out of the way, so that their steps can be saved again."""
+    self._move_aside(refused, good)
+    if refused:
+      self._manager.reload()
+
+  def _move_aside(self, refused: Mapping[int, ValueError], good: int) -> None:
     for step, error in refused.items():
       path = self._path / str(step)
       aside = path.with_name(f"{step}.damaged")
@@ -187,8 +217,6 @@ class Checkpointer:
         )
 
       processes.first_then_all(move, f"damaged {step}")
-    if refused:
-      self._manager.reload()
 
   def wait(self) -> None:
     """Waits until the last checkpoint is whole."""

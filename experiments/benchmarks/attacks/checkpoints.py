@@ -47,7 +47,7 @@ SMALLEST = {
   "eval.every": 2,
   "eval.forced": False,
   "checkpoint.every": 2,
-  "reward.name": "exact_match + examples.my_reward:brevity + 0.3*calls + 0.1*invalid",
+  "reward.name": "exact_match + tests.live_reward:varied",
 }
 
 
