@@ -412,7 +412,7 @@ def test_the_page_says_what_differs_from_the_default():
   config = search_r1.get_config("tiny")
   config.advantage.kappa = 2.0
   text = explain.text(config)
-  assert re.search(r"num_steps +56 \(default 200\) +steps of reinforcement", text)
+  assert re.search(r"num_steps +80 \(default 200\) +steps of reinforcement", text)
   assert re.search(r"advantage.kappa +2 \(default none\)", text)
   assert "one of k1, k2, k3; changes training" in text
   assert "changes rounding (free to change)" in text and "changes training (may grow)" in text

@@ -358,7 +358,7 @@ def test_every_protocol_takes_a_chat_template():
   [
     (
       {"rollout.protocol": "rag"},
-      "rollout.protocol='rag' must be 'short' with warm_start.num_steps=640",
+      "rollout.protocol='rag' must be 'short' with warm_start.num_steps=600",
     ),
     ({"rollout.chat_template": True}, "rollout.chat_template=True needs policy.checkpoint"),
     (
