@@ -327,6 +327,8 @@ def _read_part(path: pathlib.Path, part: dict[str, Any]) -> dict[str, Any]:
     if not differences:
       beside = unchanging.read(path.parent, once, part, stored.custom_metadata)
       part = {name: value for name, value in part.items() if name not in once}
+      if not part:
+        return beside
       wanted = ocp.args.PyTreeRestore(
         part, restore_args=ocp.checkpoint_utils.construct_restore_args(part), partial_restore=True
       )
