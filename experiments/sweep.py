@@ -103,7 +103,8 @@ def settings(
       f"{', '.join(sorted(known))}) or --seeds"
     )
   keys = [key for part in parts for key in {key for changes in part for key in changes}]
-  twice = sorted({key for key in keys if keys.count(key) > 1})
+  given = lambda key: {str(changes[key]) for part in parts for changes in part if key in changes}
+  twice = sorted({key for key in keys if keys.count(key) > 1 and len(given(key)) > 1})
   if twice:
     raise ValueError(
       f"{', '.join(twice)} is set twice, by "

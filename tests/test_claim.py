@@ -98,6 +98,9 @@ def test_of_two_runs_started_together_one_trains_and_the_other_is_refused(tmp_pa
     assert ended.returncode == 1 and other.poll() is None
     said = ended.stderr.read().decode()
     assert f"is being written by process {other.pid} on" in said and "Traceback" not in said
+    while not (workdir / "metrics.jsonl").exists():  # before it works, a signal ends it at once
+      assert time.monotonic() < give_up and other.poll() is None
+      time.sleep(0.1)
     other.send_signal(signal.SIGTERM)
     assert other.wait(timeout=120) == 0
   finally:

@@ -209,7 +209,7 @@ def test_a_directory_without_a_readable_config_says_so(tmp_path):
   }.items():
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(
-      ValueError, match=f"config.json: {message} of settings; copy or download it again"
+      ValueError, match=f"config.json: {message} of settings; copy or download the file again"
     ):
       hugging_face.load_config(tmp_path)
   for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"):

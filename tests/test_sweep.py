@@ -399,7 +399,7 @@ def test_a_run_takes_the_warm_start_that_it_would_repeat(tmp_path):
     {"warm_start.learning_rate": 0.123},
     {"optimizer.clip_norm": 2.0},
     {"rollout.max_turns": 2},
-    {"packing.rows": 4},
+    {"packing.rows": 6},
     {"mesh.data": 2},
     {"warm_start.num_steps": 3},
   ],

@@ -145,7 +145,10 @@ def test_its_export_is_the_policy_that_it_evaluated(whole, tmp_path):
       {"lora.rank": 4, "memory.reference": "host", "optimizer.name": "adamw"},
       r"memory\.reference='host' must be 'device'",
     ),
-    ({"lora.rank": 4}, r"optimizer\.name='muon' .* --config\.optimizer\.name=adamw"),
+    (
+      {"lora.rank": 4, "optimizer.name": "muon"},
+      r"optimizer\.name='muon' .* --config\.optimizer\.name=adamw",
+    ),
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -111,8 +111,8 @@ def test_the_critics_optimizer_moves_it_alone_and_counts_steps_not_updates():
 
 def config_of(changes):
   config = search_r1.get_config("tiny")
-  blend = {"advantage.name": "blend", "loss.filter_groups": False}
-  config.update_from_flattened_dict(blend | changes)
+  base = {"advantage.name": "blend", "loss.filter_groups": False, "optimizer.name": "muon"}
+  config.update_from_flattened_dict(base | changes)
   return config
 
 
@@ -200,6 +200,7 @@ OPTIMIZER = {
   "optimizer.clip_norm": ({"optimizer.name": "sgd"}, 0.01),
   "optimizer.b1": ({"optimizer.name": "adamw"}, 0.1),
   "optimizer.b2": ({"optimizer.name": "adamw"}, 0.1),
+  "optimizer.embedding_rate": ({}, 0.5),
   "update.epochs": ({}, 3),
   "update.mini_batches": ({}, 4),
 }

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from stratified import rewards
-from stratified.agents import agent, loop
+from stratified.agents import agent, loop, rollout_setting
 from stratified.evaluation import runner
 from stratified.runs import build, samplers
 from stratified.runs.writer import trajectory_record
@@ -51,7 +51,7 @@ def opened(made: build.Run, params, temperature: float = 0.0) -> Iterator[Agent]
     sampler.load(params, runner.FIRST_STEP)
 
     def ask(question: Question) -> dict[str, Any]:
-      agent.check_prompts(setting, [question])
+      rollout_setting.check_prompts(setting, [question])
       [[rollout]] = loop.collect(
         [question],
         sampler=sampler,

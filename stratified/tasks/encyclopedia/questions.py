@@ -29,7 +29,9 @@ class QuestionSettings(Settings):
   SECTION = "data"
   hop_shares: tuple[float, ...] = setting(HOP_SHARES, "shares of questions of 0, 1, 2, 3 hops")
   training_hop_shares: tuple[float, ...] = setting(
-    (), "the same among the questions of training alone; empty is hop_shares", affects=["training"]
+    (),
+    "the same among the questions of training alone; empty is hop_shares",
+    affects=["training", "warm_start"],
   )
 
   def __post_init__(self):
