@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from stratified import rewards
-from stratified.agents import agent, loop, rollout_setting
+from stratified.agents import loop, rollout_setting
 from stratified.evaluation import runner
 from stratified.runs import build, samplers
 from stratified.runs.writer import trajectory_record
@@ -45,7 +45,7 @@ def opened(made: build.Run, params, temperature: float = 0.0) -> Iterator[Agent]
   task, numbers = made.task, itertools.count()
   # held-out sets search without the noise that training may have
   examples, tools = next(iter(task.held_out(made.config.eval.questions).values()))
-  setting = agent.Setting.of(task.tokenizer, task.protocol, task.limits)
+  setting = rollout_setting.Setting.of(task.tokenizer, task.protocol, task.limits)
   with samplers.samplers(made.config, made.mesh, made.model, task.tokenizer) as both:
     sampler = both[temperature == 0]
     sampler.load(params, runner.FIRST_STEP)
