@@ -46,7 +46,7 @@ def reading(path: pathlib.Path, way_out: str):
     damage = Damaged(f"the checkpoint {path} is damaged ({said}): {way_out}")
     damage.reason = said
     # of several processes another may have read it well, and would wait for this one's answer
-    raise (damage if jax.process_count() == 1 else ValueError(f"{damage}")) from error
+    raise (damage if processes.alone() else ValueError(f"{damage}")) from error
 
 
 def reason(error: ValueError) -> str:

@@ -92,15 +92,7 @@ def on_pairs(config, mesh, model, stage: Stage, first: int) -> StageParts:
   shapes = dataclasses.replace(
     packing(config, mesh, stage.trained.rollouts), teacher_length=read or 0
   )
-  learn = update_of(
-    mesh,
-    model,
-    chain,
-    stage.algorithm,
-    chunk=config.policy.logit_chunk or None,
-    adapter=adapters,
-    host=host_parts(config),
-  )
+  learn = _learn(config, mesh, model, chain, stage.algorithm, adapters)
   return StageParts(stage, first, stage.trained.rollouts, chain, shapes, learn, adapters)
 
 
@@ -110,17 +102,15 @@ def on_examples(config, mesh, model, stage: Stage, first: int) -> StageParts:
   if config.sft.targets == "demonstrations":
     asked = config.warm_start.demonstrations_per_step
   chain = optimizer(config)
-  learn = update_of(
-    mesh,
-    model,
-    chain,
-    stage.algorithm,
-    chunk=config.policy.logit_chunk or None,
-    adapter=adapter(config),
-    host=host_parts(config),
-  )
+  learn = _learn(config, mesh, model, chain, stage.algorithm, adapter(config))
   shapes = packing(config, mesh, asked)
   return StageParts(stage, first, asked, chain, shapes, learn, adapter(config))
+
+
+def _learn(config, mesh, model, chain, algorithm, adapters):
+  """The compiled update of a stage that trains with one update a step."""
+  chunk, host = config.policy.logit_chunk or None, host_parts(config)
+  return update_of(mesh, model, chain, algorithm, chunk=chunk, adapter=adapters, host=host)
 
 
 def warm_start(config, mesh, model) -> StageParts:
